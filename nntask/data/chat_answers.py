@@ -135,8 +135,8 @@ class Answers:
                 floor = 0
             floor = floor if floor <= begin else 0
         for length in range(len(prompt), len(prompt) // 2, -1):
-            if (found := self._text.rfind(prompt[:length], floor, begin)) >= 0:
-                return found + length
+            if (start := self._text.rfind(prompt[:length], floor, begin)) >= 0:
+                return start + length
         return begin
 
     def _prompt(self, at: int) -> str:

@@ -96,22 +96,22 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     """
     if len(message) == 2 and isinstance(message.get("content"), str):  # fast path for nearly all messages
         return dict(message)
-    found = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    plain = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     if reasoning is not None:
-        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
-    content = found.get("content")
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    content = plain.get("content")
     if isinstance(content, list):
         if not all(map(_is_text, content)):
             shape = '{"type": "text", "text": "..."}'
             raise DataError(f"{where} has content that is not text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
         if "text" not in reads.names:  # the template would print the list in Python's syntax
-            found["content"] = "".join(each["text"] for each in content)
+            plain["content"] = "".join(each["text"] for each in content)
     elif content is not None and not isinstance(content, str):
         raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; fix or remove the line')
-    if reads.takes_objects and isinstance(found.get("tool_calls"), list):
-        found["tool_calls"] = [_with_object(each) for each in found["tool_calls"]]
-    return found
+    if reads.takes_objects and isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_object(each) for each in plain["tool_calls"]]
+    return plain
 
 
 def _is_text(entry: Any) -> bool:
@@ -159,14 +159,14 @@ def _without_nulls(value: Any) -> tuple[Any, bool]:
         return [each for each, _ in entries], any(has_nulls for _, has_nulls in entries)
     if not isinstance(value, Mapping):
         return value, False
-    found, has_nulls = {}, False
+    cleaned, has_nulls = {}, False
     for key, each in value.items():
         if each is None and key not in _VALUES:
             has_nulls = True
             continue
-        found[key], within = (each, False) if key in _VALUES else _without_nulls(each)
+        cleaned[key], within = (each, False) if key in _VALUES else _without_nulls(each)
         has_nulls |= within
-    return found, has_nulls
+    return cleaned, has_nulls
 
 
 def _has_null_arguments(message: Mapping[str, Any]) -> bool:

@@ -295,7 +295,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = cached_tokenizer(spec, corpus, directory, report)
-        found, findings = list[RowFile | None](), _template_findings(tokenizer, objective)
+        splits, findings = list[RowFile | None](), _template_findings(tokenizer, objective)
         tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer
         findings += _findings(tokenizer)
         for split_lines, split, name in zip(lines, SPLITS, ("train.rows", "val.rows"), strict=True):
@@ -306,9 +306,9 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
                 counts = RowCounts(objective, split)
                 write_rows(directory / name, encoded_rows(split_lines, objective, tokenizer, spec.vocab_size, counts), pack, counts.findings)
                 rows = RowFile(directory / name, NUM_FIELDS[objective.form], spec.name_of(split))
-            found.append(rows)
+            splits.append(rows)
             findings += read_findings(directory / name / FINDINGS) if split_lines else ()
-    train, validation = found
+    train, validation = splits
     assert train is not None  # `json_lines` guarantees lines for training
     validation = validation if validation and validation.num_rows else None
     if validation is None and lines[1] is not None and lines[1].split == "all":

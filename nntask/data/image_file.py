@@ -44,15 +44,15 @@ def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
             if width * height > _MOST_PIXELS:
                 raise ValueError(f"it has {width} x {height} pixels, more than the limit of {_MOST_PIXELS >> 20} Mi")
             wanted = MODES[channels]
-            each = _PIXEL_NBYTES.get(image.mode, 4) + (0 if image.mode == wanted else _PIXEL_NBYTES.get(wanted, 4))
-            if width * height * each + (width + height) * _SIDE_NBYTES > _PER_BYTE * os.fstat(opened.fileno()).st_size + _BESIDES:
+            pixel_nbytes = _PIXEL_NBYTES.get(image.mode, 4) + (0 if image.mode == wanted else _PIXEL_NBYTES.get(wanted, 4))
+            if width * height * pixel_nbytes + (width + height) * _SIDE_NBYTES > _PER_BYTE * os.fstat(opened.fileno()).st_size + _BESIDES:
                 raise ValueError(f"its {width} x {height} pixels are far more than a file of its bytes should have, so save it with fewer pixels")
-            found = _in_bytes(image)
-            if found.mode != wanted:  # convert() would copy
-                found = found.convert(wanted)
-            if found.size != (size, size):
-                found = found.resize((size, size), Image.Resampling.BICUBIC)
-            return np.asarray(found, np.float32).reshape(size, size, channels)
+            converted = _in_bytes(image)
+            if converted.mode != wanted:  # convert() would copy
+                converted = converted.convert(wanted)
+            if converted.size != (size, size):
+                converted = converted.resize((size, size), Image.Resampling.BICUBIC)
+            return np.asarray(converted, np.float32).reshape(size, size, channels)
     except Exception as error:  # decoders raise errors of many types for malformed files
         raise DataError(f"{file} is not an image that Pillow can read: {error}; remove it") from None
 

@@ -62,14 +62,14 @@ def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callab
     files = tuple(name for name in listing.files if is_data(name) and name not in about)
     rows = 2 * sum(map(has_rows, files)) > sum(name not in asides for name in files)
     if config is not None:
-        found = _of_config(listing, config, files)
+        splits = _of_config(listing, config, files)
     else:
-        found = _by_shards(listing, files) or _by_names(listing, tuple(name for name in files if name not in asides))
-    if found is None:
+        splits = _by_shards(listing, files) or _by_names(listing, tuple(name for name in files if name not in asides))
+    if splits is None:
         plain = tuple(name for name in files if not rows or name not in asides)
         return Splits("", plain, metadata=tuple(name for name in listing.files if name in about or (rows and name in asides)))
-    taken = {*found.train, *found.validation, *found.test}
-    return replace(found, metadata=tuple(name for name in listing.files if name in about or (name in asides and name not in taken)))
+    taken = {*splits.train, *splits.validation, *splits.test}
+    return replace(splits, metadata=tuple(name for name in listing.files if name in about or (name in asides and name not in taken)))
 
 
 def _is_metadata(name: str, listing: Listing) -> bool:
@@ -107,9 +107,9 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
     layout = f"card, config {config.name}"
     if not config.patterns:
         inside = listing.below(config.folder)
-        found = _by_names(inside, tuple(name[len(config.folder) + 1 :] for name in files if name.startswith(f"{config.folder}/")))
+        splits = _by_names(inside, tuple(name[len(config.folder) + 1 :] for name in files if name.startswith(f"{config.folder}/")))
         plain = Splits("", listing.in_order(name for name in files if name.startswith(f"{config.folder}/")))
-        found = found.within(config.folder) if found else plain
+        splits = splits.within(config.folder) if splits else plain
     else:
         by_split = {
             split: tuple(dict.fromkeys(name for each in wanted for name in matching(each, files))) for split, wanted in config.patterns.items()
@@ -118,9 +118,9 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
         if not present:
             missing = next(iter(config.patterns.values()))[0]
             raise DataError(f"the card of {listing.where} names {missing}, and no such file with data is there; copy the directory again")
-        found = named_splits(listing, layout, present)
-    taken = {*found.train, *found.validation, *found.test, *found.others}
-    return replace(found, layout=layout, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(name)))
+        splits = named_splits(listing, layout, present)
+    taken = {*splits.train, *splits.validation, *splits.test, *splits.others}
+    return replace(splits, layout=layout, others=splits.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(name)))
 
 
 def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
@@ -139,9 +139,9 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
             )
     if not by_split:
         return None
-    found = named_splits(listing, "shards of the Hub", {name: tuple(names) for name, names in by_split.items()})
+    splits = named_splits(listing, "shards of the Hub", {name: tuple(names) for name, names in by_split.items()})
     taken = {name for names in by_split.values() for name in names}
-    return replace(found, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(base_name(name))))
+    return replace(splits, others=splits.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(base_name(name))))
 
 
 def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:

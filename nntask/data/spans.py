@@ -147,12 +147,12 @@ class CorruptedSpans(Windows):
         shown = lengths_of(stay, uniforms(self._seed, epoch, sequence, _SHOWN, max(stay - 1, 0)), sizes.spans)
         source: list[npt.NDArray[np.int32]] = []
         target: list[npt.NDArray[np.int32]] = []
-        at = 0
-        for number, (kept, gone) in enumerate(zip(shown, hidden, strict=True)):
+        position = 0
+        for number, (num_shown, gone) in enumerate(zip(shown, hidden, strict=True)):
             sentinel = np.array([self._first - number], np.int32)
-            source += [ids[at : at + kept], sentinel]
-            target += [sentinel, ids[at + kept : at + kept + gone]]
-            at += int(kept + gone)
+            source += [ids[position : position + num_shown], sentinel]
+            target += [sentinel, ids[position + num_shown : position + num_shown + gone]]
+            position += int(num_shown + gone)
         end = np.array(self._end, np.int32)
         return np.concatenate([*source, end]), np.concatenate([*target, end])
 

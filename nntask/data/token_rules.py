@@ -67,8 +67,8 @@ class LocalRules:
             one.truncate(lengths[0])
             if two is not None:
                 two.truncate(lengths[1])
-            found = self._inner.post_process(one, two, True)
-        return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32), sum(before) > sum(lengths)
+            encoding = self._inner.post_process(one, two, True)
+        return np.array(encoding.ids[:limit], np.int32), np.array(encoding.type_ids[:limit], np.int32), sum(before) > sum(lengths)
 
     def with_offsets(self, text: str) -> tuple[Ids, Offsets]:
         """Return the (n,) ids of a text without the template, and the first and last (excluded) character of each."""

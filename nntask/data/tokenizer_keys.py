@@ -99,11 +99,11 @@ def _repeated(sections: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
 def _around(inner: Any, rules: TokenRules, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield notes about tokens that a config puts around a text and tokenizer.json does not, or vice versa."""
     ids, is_added = rules.around("a")
-    for key, at, side in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
+    for key, end, side in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
         value, entry = config.get(f"add_{key}"), config.get(key)
         word = entry.get("content") if isinstance(entry, Mapping) else entry
         index = inner.token_to_id(word) if isinstance(word, str) else None
-        is_put = bool(ids) and is_added[at] and ids[at] == index
+        is_put = bool(ids) and is_added[end] and ids[end] == index
         if type(value) is bool and index is not None and value != is_put:
             yield (
                 f"add_{key} in tokenizer_config.json is {str(value).lower()} and is not followed: tokenizer.json puts "

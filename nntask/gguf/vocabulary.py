@@ -140,9 +140,9 @@ def _translated(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
         for index in marked
         if kinds[index] != UNUSED
     ]
-    found = _sentence_piece(metadata, tokens, known) if is_pieces else _byte_level(metadata, known, {each["content"] for each in added})
+    sections = _sentence_piece(metadata, tokens, known) if is_pieces else _byte_level(metadata, known, {each["content"] for each in added})
     content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": None}
-    return json.dumps({**content, "post_processor": _around(metadata, tokens, is_pieces=is_pieces), **found}, ensure_ascii=False)
+    return json.dumps({**content, "post_processor": _around(metadata, tokens, is_pieces=is_pieces), **sections}, ensure_ascii=False)
 
 
 def _around(metadata: Mapping[str, Any], tokens: Sequence[str], *, is_pieces: bool) -> dict[str, Any] | None:

@@ -107,10 +107,10 @@ class Generator:
         goes_on = [True] * len(texts)
         scores = self._scorer(prompts, texts, count)
         for number in range(count):
-            found = scores()
+            logits = scores()
             tokens: list[int | None] = []
             for row, text in enumerate(texts):
-                token = choose(found[row, :vocab_size], how, how.draw(first + row, number), text, penalties) if goes_on[row] else None
+                token = choose(logits[row, :vocab_size], how, how.draw(first + row, number), text, penalties) if goes_on[row] else None
                 if token is not None and token not in stop:
                     text.append(token)
                     goes_on[row] = len(text) <= self.context
@@ -295,13 +295,15 @@ class _Steps:
         """
         positions = [len(text) - 1 for text in self._texts]
         last = self._cache.last_position
-        at = np.minimum(np.array(positions, np.int32), last)[:, None]
+        step_positions = np.minimum(np.array(positions, np.int32), last)[:, None]
         self._tokens.write(np.array([[text[-1]] for text in self._texts], np.int32))
-        self._positions.write(at)
+        self._positions.write(step_positions)
         moved = None if rows is None or np.array_equal(rows, self._itself) else rows
         if moved is not None:
             self._sources.write(moved)
-        step, output = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), moved is not None)
+        step, output = self._step(
+            range(int(step_positions.min()) // self._cache.tile, int(step_positions.max()) // self._cache.tile + 1), moved is not None
+        )
         scores: Scores = step.replay().read(output)[:, 0]
         return scores
 

@@ -97,13 +97,13 @@ class TextIds:
             return self.known(RowEncoder(self.tokenizer).text(text, LARGEST_COUNT))
         if text:
             return self.known([*self.begin, *self.tokenizer.encode([text], special=self.adds_special)[0]])
-        found = self.begin if self.alone is None else self.alone
-        if not found:
+        beginning = self.begin if self.alone is None else self.alone
+        if not beginning:
             raise UsageError(
                 f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none; "
                 "give the beginning of a text with --prompt"
             )
-        return list(found)
+        return list(beginning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +274,13 @@ class ModelSource:
         spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
         if self.checkpoint is None:
             files = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
-            found = build_model(spec, runtime, fill=False)
-            found.hold_blocks(files.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
-            formats = {each.block_format for each in found.tensors().values() if isinstance(each, QuantisedTensor)}
+            model = build_model(spec, runtime, fill=False)
+            model.hold_blocks(files.blocks({name: tensor.shape for name, tensor in model.tensors().items()}))
+            formats = {each.block_format for each in model.tensors().values() if isinstance(each, QuantisedTensor)}
             if read and formats and not runtime.has_gpus:
                 load_block_loops(formats)
-            files.attach(found.tensors())
-            return found
+            files.attach(model.tensors())
+            return model
         return load_model(self.checkpoint, spec, runtime, read=read)
 
 

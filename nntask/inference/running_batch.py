@@ -228,16 +228,17 @@ class RunningBatch:
         start, prompt = text.num_cached, text.request.prompt
         end = min((start // PROMPT_ROWS + 1) * PROMPT_ROWS, len(prompt) - 1)
         self._take_pages(text, end)
-        rows, at = np.arange(start, end) % PROMPT_ROWS, np.arange(start, end)
+        rows, positions = np.arange(start, end) % PROMPT_ROWS, np.arange(start, end)
         work: Work = "scored prompt" if text.request.scores_prompt else "prompt"
-        scores = self._run(work, PROMPT_ROWS, rows, [prompt[start:end], at], [text.pages] * len(rows))
+        scores = self._run(work, PROMPT_ROWS, rows, [prompt[start:end], positions], [text.pages] * len(rows))
         if scores is not None:
             try:
                 check_finite(scores[rows, : self.vocab_size].ravel())
             except Diverged as error:
                 return error
             text.prompt_scores += [
-                _told(scores[row, : self.vocab_size], prompt[position + 1], text.request.num_top or 0) for row, position in zip(rows, at, strict=True)
+                _told(scores[row, : self.vocab_size], prompt[position + 1], text.request.num_top or 0)
+                for row, position in zip(rows, positions, strict=True)
             ]
         # Only pages of prompts are shared. Pages of the output come from another step, which may have other last bits.
         for index in range(start // self.shape.page, end // self.shape.page):
@@ -275,8 +276,8 @@ class RunningBatch:
         if token in request.stop:
             return NextToken(None, "stop")
         text.tokens.append(token)
-        told = None if request.num_top is None else _told(scores, token, request.num_top)
-        return NextToken(token, "length" if text.num_new >= request.limit else None, told)
+        score = None if request.num_top is None else _told(scores, token, request.num_top)
+        return NextToken(token, "length" if text.num_new >= request.limit else None, score)
 
     def _take_pages(self, text: RunningText, length: int) -> None:
         """Take pages for the first `length` positions of a text."""
@@ -322,8 +323,8 @@ class RunningBatch:
         tokens, positions = np.zeros((2, num_rows, 1), np.int32)
         tokens[rows, 0], positions[rows, 0] = given
         table = np.full((num_rows, self.shape.most), -1, np.int32)
-        for row, each in zip(rows, pages, strict=True):
-            table[row, : len(each)] = each
+        for row, text_pages in zip(rows, pages, strict=True):
+            table[row, : len(text_pages)] = text_pages
         inputs.tokens.write(tokens)
         inputs.positions.write(positions)
         inputs.table.write(table)

@@ -99,8 +99,8 @@ class TokenBytes:
             return b""
         if "ByteLevel" in self._kinds and all(letter in _bytes_of_letters() for letter in word):
             return bytes(_bytes_of_letters()[letter] for letter in word)
-        if "ByteFallback" in self._kinds and (found := _BYTE.fullmatch(word)):
-            return bytes([int(found[1], 16)])
+        if "ByteFallback" in self._kinds and (match := _BYTE.fullmatch(word)):
+            return bytes([int(match[1], 16)])
         if "spaces" in self._kinds:
             return str(word).replace(_SPACE, " ").encode()
         return self._tokenizer.decode([token]).encode()
@@ -165,18 +165,18 @@ class TokenOffsets:
         """
         byte = self._words.byte(token)
         if byte is None and not (self._run and self._words.goes_on(token)):
-            found = [*self.end(), self._offset_of(token, max(certain, self._offset_at(len(self._run))))]
+            offsets = [*self.end(), self._offset_of(token, max(certain, self._offset_at(len(self._run))))]
             self._told = self._run = b""
-            return found
+            return offsets
         self._certain = certain
         self._waiting.append(len(self._run))
         self._run += b"" if byte is None else bytes([byte])
         if self._is_whole or not _is_text(self._run):
             return []
-        found = self.end()
+        offsets = self.end()
         if len(self._run.decode()) > _num_signs(self._told):
             self._told, self._run, self._begins = self._run[len(self._told) :], self._run[len(self._told) :], True
-        return found
+        return offsets
 
     def end(self) -> list[int]:
         """Return the offsets of all tokens that had none."""
@@ -199,13 +199,13 @@ class TokenOffsets:
             self._count = certain
         elif self._half and data and not _is_whole(self._half + data[:1]):
             self._count, self._half = self._count + 1, b""
-        found = self._count
+        offset = self._count
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(self._half + data)
         self._count += len(text)
         self._waits = text.endswith(HALF) if text else self._waits  # `Spelling` is not certain of such an end
         self._half = bytes(decoder.getstate()[0])
-        return found
+        return offset
 
 
 def _is_text(data: bytes) -> bool:

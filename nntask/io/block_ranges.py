@@ -48,10 +48,10 @@ def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], pat
     for name, kind in pairs.items():
         if kind not in BLOCK_FORMATS:
             raise DataError(f"{name} in {path} must be quantised as one of {', '.join(BLOCK_FORMATS)}, got {kind[:40]}; quantise it again")
-        found = ranges.get(name)
+        stored = ranges.get(name)
         block_bytes = BLOCK_FORMATS[kind].block_bytes
-        if found is None or found.dtype != np.uint8 or len(found.shape) != 2 or 0 in found.shape or found.shape[1] % block_bytes:
-            what = "is not there" if found is None else f"is {found.dtype.name} of shape {found.shape}"
+        if stored is None or stored.dtype != np.uint8 or len(stored.shape) != 2 or 0 in stored.shape or stored.shape[1] % block_bytes:
+            what = "is not there" if stored is None else f"is {stored.dtype.name} of shape {stored.shape}"
             raise DataError(f"{name} in {path} must be U8 (rows, whole blocks of {block_bytes} bytes) as {kind}, but {what}; copy the file again")
     return {name: BLOCK_FORMATS[kind] for name, kind in pairs.items()}
 

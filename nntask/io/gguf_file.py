@@ -179,7 +179,7 @@ class GgufFile:
         if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
             raise cursor.broken(f"its {ALIGNMENT_KEY} must be a power of two up to {_LARGEST_ALIGNMENT}, got {str(alignment)[:40]}")
         first = -(-cursor.offset // alignment) * alignment
-        found: dict[str, GgufTensor] = {}
+        placed: dict[str, GgufTensor] = {}
         end, before = first, "the header"
         for name, (kind, shape, offset) in sorted(entries.items(), key=lambda entry: entry[1][2]):
             count = prod(shape)
@@ -195,9 +195,9 @@ class GgufFile:
                 )
             if start < end:
                 raise cursor.broken(f"its tensor {name[:80]!r} begins at byte {start}, which belongs to {before}")
-            found[name] = GgufTensor(kind, shape, start, nbytes)
+            placed[name] = GgufTensor(kind, shape, start, nbytes)
             end, before = start + nbytes, name[:80]
-        return {name: found[name] for name in entries}
+        return {name: placed[name] for name in entries}
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:

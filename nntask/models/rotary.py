@@ -165,9 +165,9 @@ def _yarn(powers: npt.NDArray[np.float32], theta: float, scaling: RopeScaling) -
     low, high = max(bounds[0], 0), min(bounds[1], size - 1)
     high += 0.001 if low == high else 0
     ramp = np.clip((np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)  # 0 keeps, 1 divides
-    kept = 1 - ramp
-    found: npt.NDArray[np.float32] = (1 / (np.float32(scaling.factor) * powers) * (1 - kept) + 1 / powers * kept).astype(np.float32)
-    return found
+    weight = 1 - ramp
+    frequencies: npt.NDArray[np.float32] = (1 / (np.float32(scaling.factor) * powers) * (1 - weight) + 1 / powers * weight).astype(np.float32)
+    return frequencies
 
 
 def _weighted(factor: float, weight: float) -> float:
@@ -207,18 +207,18 @@ def rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         thetas |= {key: scaling.pop("rope_theta")} if "rope_theta" in scaling else {}
         originals |= {key: scaling[_ORIGINAL]} if _ORIGINAL in scaling else {}
         scalings[key] = scaling
-    found: dict[str, Any] = {"rope_scaling": next(iter(scalings.values()), None)}
+    known: dict[str, Any] = {"rope_scaling": next(iter(scalings.values()), None)}
     if thetas:
-        found["rope_theta"] = _agreed("rope_theta", thetas, source)
+        known["rope_theta"] = _agreed("rope_theta", thetas, source)
     own = {key: (values[key] or {}).get("rope_theta", values.get("rope_theta")) for key in scalings}  # one scaling does not complete another
     _agreed("rotary scaling", {key: {"rope_type": "default", **scaling, "rope_theta": own[key]} for key, scaling in scalings.items()}, source)
-    if found["rope_scaling"] is not None:
+    if known["rope_scaling"] is not None:
         own = {_ORIGINAL: _agreed(_ORIGINAL, originals, source)} if originals else {}
         partial = {key: values[key] for key in ("partial_rotary_factor",) if key in values}
-        found["rope_scaling"] = {**partial, **found["rope_scaling"], **own}
+        known["rope_scaling"] = {**partial, **known["rope_scaling"], **own}
     elif values.get("partial_rotary_factor") not in (None, 1):
-        found["rope_scaling"] = {"rope_type": "default", "partial_rotary_factor": values["partial_rotary_factor"]}
-    return found
+        known["rope_scaling"] = {"rope_type": "default", "partial_rotary_factor": values["partial_rotary_factor"]}
+    return known
 
 
 def _agreed(what: str, by_key: Mapping[str, Any], source: str) -> Any:
@@ -333,9 +333,9 @@ def unread_of_rope(values: Mapping[str, Any]) -> list[str]:
         if by_kind := {name: each for name, each in scaling.items() if isinstance(each, Mapping)}:
             del scalings[key]
             scalings |= {f"{key}.{name}": each for name, each in by_kind.items()}
-    found = []
+    unread = []
     for key, scaling in scalings.items():
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         known = {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ()), "rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
-        found += [f"{key}.{name}" for name, value in scaling.items() if value is not None and name not in known]
-    return found
+        unread += [f"{key}.{name}" for name, value in scaling.items() if value is not None and name not in known]
+    return unread

@@ -301,9 +301,9 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
     """
     if not tape_enabled():
         return block(x, *others)
-    edges, kept = [given.edge for given in (x, *others)], [given.data for given in (x, *others)]
+    edges, arguments = [given.edge for given in (x, *others)], [given.data for given in (x, *others)]
     with no_grad(), _set(_watched, []) as inside:
-        y = block(*(Tensor(data) for data in kept)).data
+        y = block(*(Tensor(data) for data in arguments)).data
     if not inside and all(edge is None for edge in edges):  # nothing in it is learnt
         return Tensor(y)
 
@@ -315,12 +315,12 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
             if edge is not None and begun is not None:
                 begun.gradient = edge.take()
         with _set(_enabled, True):
-            again = block(*(Tensor(data, edge) for data, edge in zip(kept, inner, strict=True)))
+            again = block(*(Tensor(data, edge) for data, edge in zip(arguments, inner, strict=True)))
         if again.edge is not None:
             run_backward(again.edge, dy)
-        for edge, found in zip(edges, inner, strict=True):
-            if edge is not None and found is not None and found.gradient is not None:
-                edge.add(found.gradient)
+        for edge, leaf in zip(edges, inner, strict=True):
+            if edge is not None and leaf is not None and leaf.gradient is not None:
+                edge.add(leaf.gradient)
 
     node = Node("checkpoint", backward, tuple(edge for edge in edges if edge is not None), 1)
     return Tensor(y, Edge(node))

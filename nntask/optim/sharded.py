@@ -96,10 +96,10 @@ def data_shards(num_minibatches: int, lanes: int, num_nodes: int) -> list[DataSh
             f"a step of {num_minibatches} minibatches in {lanes} lanes is shared by 1 to {used} nodes, got {num_nodes}; "
             "raise --lanes, or lower --minibatch"
         )
-    each, rest = divmod(used, num_nodes)
+    per_node, rest = divmod(used, num_nodes)
     ends = [0]
     for rank in range(num_nodes):
-        ends.append(ends[-1] + each + (rank < rest))
+        ends.append(ends[-1] + per_node + (rank < rest))
     ranges = tuple(range(a, b) for a, b in pairwise(ends))
     minibatches = [tuple(m for m in range(num_minibatches) if m % lanes in own) for own in ranges]
     return [DataShard(rank, ranges, numbers, num_minibatches) for rank, numbers in enumerate(minibatches)]

@@ -77,17 +77,17 @@ def advice(
         full: name of a memory that filled up although its budget is at least the minimum; "" for none.
         anew: function that returns the run on a machine with larger devices; None if tile sizes do not depend on devices.
     """
-    found = more_memory(target, needs, full=full, anew=anew)
+    changes = more_memory(target, needs, full=full, anew=anew)
     if run.start.is_continued:
-        return found
+        return changes
     is_last_short = any(at == target.last for at, _ in needs.short(target))
     if not needs.fits_task(target):
-        found += filter(None, [_smaller_tile(run, target, needs)])
+        changes += filter(None, [_smaller_tile(run, target, needs)])
     if is_last_short:
-        found += filter(None, [_smaller_minibatch(run, target)])
+        changes += filter(None, [_smaller_minibatch(run, target)])
     if is_last_short and run.step.recompute not in (AUTO, BLOCK) and not _short(with_free_order(run.recomputing(BLOCK)), target):
-        found.append("--recompute block")
-    return found
+        changes.append("--recompute block")
+    return changes
 
 
 def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Callable[[MachineModel], RunConfig] | None = None) -> list[str]:
@@ -148,8 +148,8 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
 
     def look(num_minibatches: int, how: RunConfig) -> Needs:
-        found = capture(run, num_minibatches)
-        return least_needs(found.plan, how, target, quick=looked_at == count, reading=found.reading)
+        step = capture(run, num_minibatches)
+        return least_needs(step.plan, how, target, quick=looked_at == count, reading=step.reading)
 
     def estimated(how: RunConfig) -> Needs:
         needs = look(looked_at, how)

@@ -133,8 +133,8 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     del outputs
     plan = runtime.plan
     plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    found = CapturedStep(plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
-    return found.recomputing(run.step.recompute)
+    captured = CapturedStep(plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
+    return captured.recomputing(run.step.recompute)
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:

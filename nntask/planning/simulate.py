@@ -171,17 +171,17 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
     try:
-        found = replay(order.plan, target, run.machine.scheduling)
+        simulation = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0], error.node
     nbytes, data_class = _largest_output(order.plan)
-    for at, (node, budget) in enumerate(target.memories):
-        if at and not found.peak_bytes[node]:  # no task was sent there
+    for node_number, (node, budget) in enumerate(target.memories):
+        if node_number and not simulation.peak_bytes[node]:  # no task was sent there
             continue
-        workers = sum(node == at or at == 0 for _, node, _ in target.workers)  # host memory also receives the outputs of devices
-        _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
-    _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
-    return found, "", ""
+        workers = sum(node == node_number or node_number == 0 for _, node, _ in target.workers)  # host memory also receives the outputs of devices
+        _raise_peak(simulation, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - simulation.peak_bytes[node]))
+    _raise_peak(simulation, target.nodes[0][0], "scratch", needs.reading)
+    return simulation, "", ""
 
 
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
@@ -249,14 +249,14 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
             change[-1 if use.needs_data else use.positions[0]] += handle.size
             if plan.owned.get(handle) is False:
                 change[use.positions[-1] + 1] -= handle.size
-    found = {}
+    peaks = {}
     for name, change in sorted(changes.items()):
         live = highest = 0
         for position in sorted(change):
             live += change[position]
             highest = max(highest, live)
-        found[name] = highest
-    return found
+        peaks[name] = highest
+    return peaks
 
 
 def _costs(found: Simulation, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
@@ -325,10 +325,10 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
         """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks."""
         model = run.model
         changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
-        found = capture(changed)
-        inputs = sum(handle.size for handle in found.plan.uses if handle.kind == "input")
-        nbytes = sum(_by_class(found.plan).values()) + inputs
-        return least_needs(found.plan, changed, target, reading=found.reading), nbytes, len(found.plan.tasks)
+        captured = capture(changed)
+        inputs = sum(handle.size for handle in captured.plan.uses if handle.kind == "input")
+        nbytes = sum(_by_class(captured.plan).values()) + inputs
+        return least_needs(captured.plan, changed, target, reading=captured.reading), nbytes, len(captured.plan.tasks)
 
     first, least, _ = look(step)
     needs, nbytes, num_tasks = look(2 * step)
@@ -343,10 +343,10 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
         if size >= quick:
             return larger, larger == most
         larger = min(max(larger, size + step), quick)
-        found, more, _ = look(larger)
-        growth = max(growth, -(-max(more - nbytes, found.last(target) - needs.last(target)) * step // (larger - size)))
-        if found.fit(target):
-            size, needs, nbytes = larger, found, more
+        larger_needs, more, _ = look(larger)
+        growth = max(growth, -(-max(more - nbytes, larger_needs.last(target) - needs.last(target)) * step // (larger - size)))
+        if larger_needs.fit(target):
+            size, needs, nbytes = larger, larger_needs, more
         else:
             limit = larger - step
     return size, size == most

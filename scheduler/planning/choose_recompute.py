@@ -143,14 +143,14 @@ def choose_plan(
     if recompute == AUTO and num_devices > 1 and len(plan.tasks) > MOST_JUDGED and (by_one := _chosen_by_one(plan, order, machine)) is not None:
         return by_one
     asked = as_asked(plan, recompute)
-    found = replace(plan_in(OrderedStep(asked, machine), order), recompute=NONE if recompute == AUTO else recompute)
-    is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
+    chosen = replace(plan_in(OrderedStep(asked, machine), order), recompute=NONE if recompute == AUTO else recompute)
+    is_settled = not chosen.forecasts or (asked.has_aside and device_bytes(chosen.plan, num_devices) <= memory)  # everything fits
     if is_settled or (recompute != AUTO and judge is None):
-        return found
+        return chosen
     weighing = Weighing(plan, last, pace, judge)
-    if recompute != AUTO or weighing.is_bound_by_tasks(found):
-        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, machine)])
-    return _Search(plan, found, order, machine, weighing).best()
+    if recompute != AUTO or weighing.is_bound_by_tasks(chosen):
+        return weighing.judged(chosen, [_rival(lambda: asked, chosen, chosen.forecasts, order, machine)])
+    return _Search(plan, chosen, order, machine, weighing).best()
 
 
 def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
@@ -182,9 +182,9 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
     if mix is None:
         return None
     step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
-    found = plan_in(step, order_of_all(best.name, machine.num_devices), beside=())
-    shown = replace(found, recompute=mix.name, mix=mix, forecasts=_beside(base, found, weighing))
-    return shown if found.last_bytes <= machine.last else None
+    planned = plan_in(step, order_of_all(best.name, machine.num_devices), beside=())
+    shown = replace(planned, recompute=mix.name, mix=mix, forecasts=_beside(base, planned, weighing))
+    return shown if planned.last_bytes <= machine.last else None
 
 
 def _beside(base: PlannedOrder, found: PlannedOrder, weighing: Weighing) -> Mapping[str, Forecast]:
@@ -249,11 +249,11 @@ def _asked_mix(values: Values, recompute: str) -> Mix:
     groups = all_groups(values)
     for asked in recompute.split(","):
         name, _, share = asked.strip().partition(":")
-        found = [group for group in groups if name in (group.name, group.op)]
-        if not found:
+        matching = [group for group in groups if name in (group.name, group.op)]
+        if not matching:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
             raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
-        again.update(handle for group in found for handle in group.leading(_share_of(share)))
+        again.update(handle for group in matching for handle in group.leading(_share_of(share)))
     return Mix(inside=again, asked=recompute)
 
 
@@ -351,9 +351,9 @@ class _Search:
         count = min(tried, key=lambda count: self._keys[self._mix(count).name])
         if len(self._values.plan.tasks) > MANY_TASKS:
             return
-        for each in range(count, min(count + 1, most) + 1):
+        for kinds in range(count, min(count + 1, most) + 1):
             for share in SHARES:
-                self._try(self._mix(each, share), orders)
+                self._try(self._mix(kinds, share), orders)
 
     def _mix(self, count: int, share: float = 1.0) -> Mix:
         return Mix(self._groups, count, share, seconds_without=self._seconds_without)

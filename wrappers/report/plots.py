@@ -136,9 +136,9 @@ def bounds_plot(found: Mapping[str, Achieved]) -> Any:
     """Return a plot of a step's time and its lower bounds for each node."""
     words = {"area": "area bound", "critical_path": "critical path", "link": "link bound"}
     rows = list[tuple[str, float, str]]()
-    for node, each in found.items():
-        rows.append((_of(node, "a traced step"), each.seconds, COLOURS[0]))
-        rows += [(_of(node, words.get(name, name)), seconds, GREY) for name, seconds in each.bounds.items()]
+    for node, achieved in found.items():
+        rows.append((_of(node, "a traced step"), achieved.seconds, COLOURS[0]))
+        rows += [(_of(node, words.get(name, name)), seconds, GREY) for name, seconds in achieved.bounds.items()]
     rows.reverse()
     plot = _figure("step time compared with lower bounds on it", "ms", "", WIDTH, 70 + 26 * len(rows), [name for name, _, _ in rows])
     source = ColumnDataSource({"name": [row[0] for row in rows], "ms": [1e3 * row[1] for row in rows], "colour": [row[2] for row in rows]})

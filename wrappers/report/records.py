@@ -155,8 +155,8 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
         if trace is not None:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
         return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
-    found = trace or _trace_of(directory)
-    node = NodeRecord("", lines, machine, read_trace(found) if found else None, _plan(directory / PLAN))
+    trace_path = trace or _trace_of(directory)
+    node = NodeRecord("", lines, machine, read_trace(trace_path) if trace_path else None, _plan(directory / PLAN))
     return RunRecord(directory, lines, summary, [node])
 
 
@@ -218,11 +218,13 @@ def read_trace(path: Path) -> TraceRecord:
         raise DataError(f"the trace {path} cannot be read: {error.strerror}; name another one with --trace") from None
     try:
         about = document["otherData"]["nntask"]
-        found = about["format"]
+        trace_format = about["format"]
     except (KeyError, TypeError, IndexError):
         raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {TRACE_FORMAT}; {_AGAIN}") from None
-    if found != TRACE_FORMAT:
-        raise DataError(f"the trace {path} must have format {TRACE_FORMAT}, got {str(found)[:40]}, which another version of nntask wrote; {_AGAIN}")
+    if trace_format != TRACE_FORMAT:
+        raise DataError(
+            f"the trace {path} must have format {TRACE_FORMAT}, got {str(trace_format)[:40]}, which another version of nntask wrote; {_AGAIN}"
+        )
     try:
         return _parsed(path, document["traceEvents"], about)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):

@@ -333,11 +333,11 @@ def _checked(
     for name in needed:
         if body.get(name) is None:
             raise ApiError(400, f"{name} is missing; add it to the request", param=name)
-    found, unknown = {name: default for name, (_, default) in table.items()}, []
+    values, unknown = {name: default for name, (_, default) in table.items()}, []
     for name, value in body.items():
         if name in table:
             if value is not None:
-                found[name] = table[name][0](name, value)
+                values[name] = table[name][0](name, value)
         elif name in _NOT_OFFERED:
             if value not in _EMPTY and value not in _NOTHING.get(name, ()):
                 raise ApiError(400, f"{name} is not supported here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
@@ -345,9 +345,9 @@ def _checked(
             unknown.append(_plain(name))
             if is_strict:
                 raise ApiError(400, f"unknown field {name!a:.80}; the fields of this request are {', '.join(sorted(table))}", param=_plain(name))
-    if any(isinstance(value, float) and not math.isfinite(value) for value in found.values()):
+    if any(isinstance(value, float) and not math.isfinite(value) for value in values.values()):
         raise ApiError(400, "numbers must be finite; change them")
-    return found, tuple(unknown)
+    return values, tuple(unknown)
 
 
 def _unknown_of_messages(messages: Sequence[Mapping[str, Any]], *, is_strict: bool) -> tuple[str, ...]:

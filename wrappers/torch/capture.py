@@ -115,13 +115,13 @@ def _capture(
             stack.enter_context(plain_python(recorder))
             result = run.result(batch, function, terms, copies=copies)
             after = before if terms.world is None or before.is_current() else terms.world.walked()
-            carried, kept = _carried(before, after, recorder)
+            carried, carried_refs = _carried(before, after, recorder)
             run.check_gradients()
             outer = [(recorder.ref(recorder.fake_of(tensor)).storage, tensor, recorder.ref(gradient)) for tensor, gradient in run.outer]
             changed = {
                 name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)
             }
-            outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), [*kept, *changed.values(), *(ref for _, _, ref in outer)]
+            outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), [*carried_refs, *changed.values(), *(ref for _, _, ref in outer)]
         moved = [
             p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]
         ]
@@ -245,7 +245,7 @@ class _Run:
 
 def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple[list[Carried], list[Ref]]:
     """Return the tensors that a pass has left in Python, written to the constant that they replace or kept as outputs; and those outputs."""
-    carried, kept = list[Carried](), list[Ref]()
+    carried, refs = list[Carried](), list[Ref]()
     with recorder, torch.no_grad():
         for path, (tensor, slot) in after.tensors.items():
             if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
@@ -259,9 +259,9 @@ def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple
                 ref = recorder.ref(old[0])
             else:
                 ref = recorder.ref(recorder.own(tensor.detach()))
-                kept.append(ref)
+                refs.append(ref)
             carried += [Carried(each, tensor, ref, path) for each in (slot, *after.aliases.get(path, ()))]
-    return carried, kept
+    return carried, refs
 
 
 def _kept(leaf: Any, recorder: CallRecorder) -> Any:

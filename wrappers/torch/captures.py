@@ -109,10 +109,10 @@ class Captures:
             taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
-        kept = self._passes.pop(key, [])
-        if kept:
-            self._passes[key] = kept
-        for use, captured in kept:
+        passes = self._passes.pop(key, [])
+        if passes:
+            self._passes[key] = passes
+        for use, captured in passes:
             if (host := _host_inputs(captured, values)) is not None:
                 self._num_anew = 0
                 return replace(use, host=host)

@@ -85,8 +85,8 @@ class Walk(CodeWalk):
             self.found.leaves[path] = Same(value)
         elif kind is not Narrow and isinstance(value, tuple):
             self.found.leaves[path] = (kind, len(value))
-            for number, each in enumerate(value):
-                self.visit(f"{path}[{number}]", each, slot)
+            for number, item in enumerate(value):
+                self.visit(f"{path}[{number}]", item, slot)
         else:
             self._visit_object(path, value, slot)
 
@@ -96,13 +96,13 @@ class Walk(CodeWalk):
             if isinstance(value, torch.optim.Optimizer) and "param_groups" in self._names:
                 for number, group in enumerate(value.param_groups):
                     self._watch(partial(options_of, group))
-                    for name, each in group.items():
+                    for name, option in group.items():
                         if name != "params":
-                            self.visit(f"{path}.param_groups[{number}][{name!r}]", each, Slot(group.__setitem__, name, each))
+                            self.visit(f"{path}.param_groups[{number}][{name!r}]", option, Slot(group.__setitem__, name, option))
             content = getattr(value, "__dict__", {})
-            for name, each in list(content.items()):
-                if not self._names.isdisjoint((name, name.lstrip("_"), f"get{name}")) and is_simple(each):
-                    self._visit_entry(f"{path}.{name}", content, name, each, restores=False)
+            for name, option in list(content.items()):
+                if not self._names.isdisjoint((name, name.lstrip("_"), f"get{name}")) and is_simple(option):
+                    self._visit_entry(f"{path}.{name}", content, name, option, restores=False)
 
     def _visit_object(self, path: str, value: Any, slot: Slot) -> None:
         known = self._seen.get(id(value))

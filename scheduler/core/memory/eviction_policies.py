@@ -65,11 +65,11 @@ class Foresight:
         done, frontier = oldest.done, oldest.frontier
         if positions[-1] >= len(done):  # of another step, whose replay comes later
             return FAR, False
-        at = bisect_left(positions, frontier)
-        while at < len(positions):
-            if not done[positions[at]]:
-                return positions[at] - frontier, use_schedule.modes[at] == W
-            at += 1
+        index = bisect_left(positions, frontier)
+        while index < len(positions):
+            if not done[positions[index]]:
+                return positions[index] - frontier, use_schedule.modes[index] == W
+            index += 1
         return len(oldest.tasks) - frontier + positions[0], use_schedule.modes[0] == W
 
     def next_use_of(self, replica: Replica) -> tuple[int, bool]:
@@ -87,14 +87,14 @@ class Foresight:
         if positions[-1] >= len(done) or use_schedule.replay not in (None, oldest):
             return self.next_use(handle)
         for begin, shift in ((bisect_left(positions, frontier), 0), (0, len(done))):  # in this replay, then in the next one
-            for at in range(begin, len(positions)):
-                position = positions[at]
+            for index in range(begin, len(positions)):
+                position = positions[index]
                 if shift or not done[position]:
                     task = oldest.tasks[position]
                     is_beside = task.aside and node != RAM
                     if not is_beside and task.planned_node in (None, node):
-                        return position - frontier + shift, use_schedule.modes[at] == W
-                    if use_schedule.modes[at] != R:
+                        return position - frontier + shift, use_schedule.modes[index] == W
+                    if use_schedule.modes[index] != R:
                         return FAR, True
         return FAR, False
 
@@ -103,12 +103,12 @@ class Foresight:
         use_schedule = handle.use_schedule
         if use_schedule is None:
             return False
-        for each in self.replays:
-            if each is replay or use_schedule.replay is None:
-                at = len(use_schedule.positions) if each is not replay else bisect_left(use_schedule.positions, position)
-                if at and use_schedule.positions[at - 1] < len(each.done) and self._writes_before(use_schedule, at, each):
+        for running in self.replays:
+            if running is replay or use_schedule.replay is None:
+                index = len(use_schedule.positions) if running is not replay else bisect_left(use_schedule.positions, position)
+                if index and use_schedule.positions[index - 1] < len(running.done) and self._writes_before(use_schedule, index, running):
                     return True
-            if each is replay:
+            if running is replay:
                 break
         return False
 

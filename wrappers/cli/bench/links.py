@@ -122,14 +122,14 @@ def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
             model.remember(alone)
             model.fit()
             figures = {"latency_seconds": model.latency, "bytes_per_second": model.bandwidth}
-            kept = alone
+            samples = alone
             if 2 in (source, target):
-                kept = [sample for size in SIZES for sample in _together(copy, nbytes, THREADS, [size] * max(repeats, THREADS))[0]]
+                samples = [sample for size in SIZES for sample in _together(copy, nbytes, THREADS, [size] * max(repeats, THREADS))[0]]
                 sizes = [max(SIZES)] * (nbytes // max(SIZES))
                 seconds = _together(copy, nbytes, THREADS, sizes)[1]
                 figures["requests_in_flight"] = THREADS
                 figures["bytes_per_second_together"] = sum(sizes) / seconds
-            for size, seconds in _spread(kept):
+            for size, seconds in _spread(samples):
                 models.record_copy(NodeId(source), NodeId(target), size, seconds)
             links["->".join(("ram", "sim", "disk")[end] for end in (source, target))] = figures
         return {"links": links, "disk": str(directory), "direct_io": tier.is_direct, "recorded": store.save(models), "file": str(store.path)}
@@ -149,8 +149,8 @@ def _together(copy: Copy, nbytes: int, threads: int, sizes: Sequence[int]) -> tu
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda _: None, range(threads)))  # starts the threads
         begin = perf_counter()
-        found = list(pool.map(timed, range(len(sizes))))
-        return found, perf_counter() - begin
+        samples = list(pool.map(timed, range(len(sizes))))
+        return samples, perf_counter() - begin
 
 
 def _spread(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

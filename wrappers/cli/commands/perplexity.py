@@ -86,14 +86,14 @@ def run(argv: Sequence[str]) -> int:
         check_scoring(source, asked.dtype, machine, batch=asked.batch, length=min(length, file.num_tokens - 1))
     with runtime_of(machine, "--batch or --seq-len") as runtime:
         select = dataset.select_sequences
-        found = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype, progress=_progress())
+        result = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype, progress=_progress())
     facts = {"dataset": dataset.name, "split": split, "seq_len": length, "seconds": round(perf_counter() - begin, 3)}
     if asked.json:
-        perplexity = found.perplexity if isfinite(found.perplexity) else None  # exp(loss) may overflow
-        figures = {"loss": found.loss, "perplexity": perplexity, "bits_per_byte": found.bits_per_byte, "tokens": found.tokens}
+        perplexity = result.perplexity if isfinite(result.perplexity) else None  # exp(loss) may overflow
+        figures = {"loss": result.loss, "perplexity": perplexity, "bits_per_byte": result.bits_per_byte, "tokens": result.tokens}
         print(json.dumps({**figures, **facts}, allow_nan=False))
     else:
-        print(f"{dataset.name}, {split}: {found.line()}, {length} at a time")
+        print(f"{dataset.name}, {split}: {result.line()}, {length} at a time")
     return 0
 
 

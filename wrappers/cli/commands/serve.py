@@ -226,22 +226,22 @@ def _key(file: str) -> str:
     from nntask.io import open_text
 
     if not file:
-        found, where = os.environ.get(_KEY, ""), _KEY
+        key, where = os.environ.get(_KEY, ""), _KEY
     else:
         where = f"--api-key-file {file}"
         try:
             with open_text(file) as lines:
                 if os.fstat(lines.fileno()).st_mode & (stat.S_IRWXO):
                     raise UsageError(f"{where} may be read by everybody on this machine; chmod o= it")
-                found = lines.readline(_LONGEST_KEY).strip()
+                key = lines.readline(_LONGEST_KEY).strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"{where} cannot be read: {why}; give a file with the key in its first line") from None
-        if not found:
+        if not key:
             raise DataError(f"{where} has no key in its first line; write one")
-    if not (found.isascii() and found.isprintable()) or " " in found:
+    if not (key.isascii() and key.isprintable()) or " " in key:
         raise UsageError(f"{where} must be a key of printable ASCII without spaces, which clients can send; choose another")
-    return found
+    return key
 
 
 def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, tiling: ModelTiling, shape: BatchShape, service: Service) -> None:

@@ -52,7 +52,7 @@ def publish(to: Publisher, record: Mapping[str, Any]) -> None:
             ``budget_bytes``, dictionaries from the name of a memory to bytes.
 
     Raises:
-        ValueError: the record is not of that form.
+        ValueError: a field of the record is missing, unknown or of another type.
     """
     check_record(record)
     to.log_event(TOPIC, dict(record))
@@ -62,7 +62,7 @@ def check_record(record: Mapping[str, Any]) -> None:
     """Check the fields of a record for `publish`.
 
     Raises:
-        ValueError: the record is not of that form.
+        ValueError: a field of the record is missing, unknown or of another type.
     """
     for name in ("job", "node"):
         if not isinstance(record.get(name), str):

@@ -312,18 +312,18 @@ class GraphRun:
 
     def _adopt(self, number: int, held: Held) -> None:
         """Count the new blocks of a result."""
-        name, made = self._prefix(number), 0
+        name, nbytes = self._prefix(number), 0
         self._num_held += 1
         for block in held.blocks:
             for reader in self.plan.readers[number]:
                 heapq.heappush(block.uses, reader)
             if block.record is None:
-                made += block.nbytes
+                nbytes += block.nbytes
                 self.store.adopt(block, name, self._next_use(block, number))
             elif not is_partial_view(held.value, block):  # it may be an input that the task has changed in place
                 self.store.note_changed(block)
-        if made > self._largest.get(name, 0):
-            self._largest[name] = made
+        if nbytes > self._largest.get(name, 0):
+            self._largest[name] = nbytes
 
     def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock | None:
         """Return the block of an owner; None for memory that the graph itself holds, which belongs to the program."""
@@ -368,12 +368,12 @@ class GraphRun:
             if self.error is not None:
                 raise self.error
         with self._wake:
-            found = {key: self._cache[key] for key in self.plan.wanted if key in self._cache}
-            found = {key: value.get() if type(value) is Held else value for key, value in found.items()}
+            values = {key: self._cache[key] for key in self.plan.wanted if key in self._cache}
+            values = {key: value.get() if type(value) is Held else value for key, value in values.items()}
             self._return_results()
             for block in blocks if hand_over is not None else ():
                 hand_over(block)  # type: ignore[misc]
-        return found
+        return values
 
     def _return_results(self) -> None:
         """End the pseudo-task that holds the requested values in memory."""
