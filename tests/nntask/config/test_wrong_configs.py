@@ -99,7 +99,7 @@ def test_counts_are_counts(name: str) -> None:
         (("t5",), {"relative_attention_max_distance": 10**9}, "relative_attention_max_distance in x.json must be at most 1048576, got 1000000000"),
         (("t5",), {"decoder_start_token_id": 99}, "decoder_start_token_id in x.json must be below vocab_size = 61, got 99"),
         (("gpt_neo",), {"attention_layers": 5}, "attention_layers in x.json must be a list of global and local"),
-        (("gpt_neox",), {"num_key_value_heads": 2}, "num_key_value_heads in x.json must be absent, null or 6, all that a GPT-NeoX has"),
+        (("gpt_neox",), {"num_key_value_heads": 2}, "num_key_value_heads in x.json must be absent, null or 6, the only value of a GPT-NeoX"),
         (("gpt_neox",), {"head_dim": 16}, "head_dim in x.json must be absent, null or 8, the only value of a GPT-NeoX, got 16"),
         (("gpt_neox", "phi"), {**NO_ROPE, "partial_rotary_factor": 1e308, "rotary_pct": 1e308}, "which makes more"),
         (("gemma3",), {"rope_parameters": {**PLAIN_ROPE, "sliding_attention": LINEAR}}, "rope_type of sliding_attention in x.json must be default"),

@@ -268,9 +268,9 @@ def test_vocabularies_without_a_tokenizer_json_are_read(case: str, tmp_path: Pat
         (
             "gpt2",
             {"tokenizer_config__json": {"tokenizer_class": "CLIPTokenizer"}},
-            r"vocab.json and merges.txt and no tokenizer.json, and how a CLIPTokenizer",
+            r"vocab.json and merges.txt and no tokenizer.json, and nntask does not know how a CLIPTokenizer",
         ),
-        ("bert", {"config__json": {"model_type": "gpt2"}}, r"has vocab.txt and no tokenizer.json, and how a gpt2"),
+        ("bert", {"config__json": {"model_type": "gpt2"}}, r"has vocab.txt and no tokenizer.json, and nntask does not know how a gpt2"),
     ],
 )
 def test_vocabularies_of_other_rules_are_refused_with_a_command(name: str, files: Mapping[str, Any], words: str, tmp_path: Path) -> None:
