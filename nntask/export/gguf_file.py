@@ -93,7 +93,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     architecture = architecture_for(config.model_type)
     if architecture is None:
         families = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.model_types}))
-        raise UsageError(f"{source.path} is a {config.model_type}, and GGUF files are written of {families}; write a directory instead")
+        raise UsageError(f"{source.path} is a {config.model_type}, and GGUF files can only be written of {families}; write a directory instead")
     values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
     values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
     metadata = metadata_of(values, architecture)

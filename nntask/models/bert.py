@@ -263,7 +263,7 @@ class RobertaConfig(BertConfig):
 
 
 def _with_own_bias(names: Names) -> Names:
-    """Return the names of a model with an untied head: its bias is the decoder layer's; the separate bias, which a tied head uses, is spare."""
+    """Return the names of a model with an untied head: the decoder layer has its bias; the separate bias that tied heads use is ignored."""
     ((layer, beside),) = names.aliases.items()
     return replace(names, outside={**names.outside, "head_bias": layer}, aliases={beside: layer}, spare=(beside,))
 

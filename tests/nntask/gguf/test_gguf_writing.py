@@ -203,7 +203,7 @@ def test_rotary_scaling(tmp_path: Path) -> None:
 def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
     """A family without an architecture, and configs of which llama.cpp's code has a constant."""
     wrong = {
-        "opt": (CONFIGS["opt"], "GGUF files are written of gemma2, gemma3_text, gpt2, llama"),
+        "opt": (CONFIGS["opt"], "GGUF files can only be written of gemma2, gemma3_text, gpt2, llama"),
         "windows": (CONFIGS["qwen2"], "use_sliding_window True"),
         "scores": (CONFIGS["gemma3"], "query_pre_attn_scalar 24"),
         "head": (replace(CONFIGS["gemma2"], query_pre_attn_scalar=8, tie_word_embeddings=False), "lm_head.weight has no name in GGUF files"),
