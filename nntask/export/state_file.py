@@ -28,7 +28,7 @@ def check_state_file(path: Path, *, force: bool) -> None:
         try:
             TensorFile(path).close()
         except DataError:
-            raise UsageError(f"{path} exists and is not a safetensors file, and only those are overwritten; name another file, or remove it") from None
+            raise UsageError(f"{path} exists and is not a safetensors file, the only kind overwritten; name another file, or remove it") from None
     check_writable(path, "")
 
 

@@ -50,7 +50,7 @@ class ServerSettings:
     max_context: int = 0
     """largest number of tokens of prompt and answer together; 0 for the context length of the model"""
     cache_tokens: int = 0
-    """number of tokens of all texts together in the cache of keys and values; 0 chooses enough for all slots, or what fits the free memory"""
+    """number of tokens of all texts together in the cache of keys and values; 0 chooses the need of all slots, limited by the free memory"""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """element type of weights and cache; auto is that of the run, and fp32 for a model directory"""
     tokenizer_path: str = ""
