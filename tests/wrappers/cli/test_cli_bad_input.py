@@ -450,7 +450,7 @@ def test_as_a_process(here):
         assert "Traceback" not in done.stderr
         end = os.times()
         assert end.children_user + end.children_system - begin.children_user - begin.children_system < 2
-    assert "--minibatch-tile" in done.stdout
+    assert "--minibatch" in done.stdout
 
 
 def test_a_config_of_nntile_is_read_with_a_notice(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
