@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,10 +208,10 @@ class Optimizer(ABC):
             norm: (1,) sum of squares of the whole gradient, for clipping; None for no clipping.
         """
         name = parameter.name
-        self._emit(
-            parameter.data,
-            gradient,
-            [self.state[kind][name] for kind in self._moments],
+        update = optimizer_ops.Update(
+            param=parameter.data,
+            grad=gradient,
+            hyper=self.hyper,
             row=self._rows[name],
             decays=group.weight_decay > 0,
             norm=norm,
@@ -221,10 +221,11 @@ class Optimizer(ABC):
             priority=priority,
             cpu_only=self.on_cpu,
         )
+        self._emit(update, [self.state[kind][name] for kind in self._moments])
 
     @abstractmethod
-    def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
-        """Emit the tasks of an update; `how` has the options that all operations of `tiles.ops.optimizer` share."""
+    def _emit(self, update: optimizer_ops.Update, moments: Sequence[TileTensor]) -> None:
+        """Emit the tasks of an update."""
 
     def tensors(self) -> dict[str, TileTensor]:
         """Return the whole state by name, for checkpoints: "master.", "m.", "v." or "momentum.", followed by the name of the parameter."""
@@ -268,8 +269,8 @@ class Adam(Optimizer):
         options = Options(lr, weight_decay, *betas, eps)
         super().__init__(parameters, options, ("m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
-    def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
-        optimizer_ops.adamw(parameter, gradient, moments[0], moments[1], self.hyper, decoupled=self.decoupled, **how)
+    def _emit(self, update: optimizer_ops.Update, moments: Sequence[TileTensor]) -> None:
+        optimizer_ops.adamw(update, *moments, decoupled=self.decoupled)
 
 
 class AdamW(Adam):
@@ -302,8 +303,8 @@ class SGD(Optimizer):
         options, moments = Options(lr, weight_decay, momentum), ("momentum",) if momentum else ()
         super().__init__(parameters, options, moments, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
-    def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
-        optimizer_ops.sgd(parameter, gradient, moments[0] if moments else None, self.hyper, **how)
+    def _emit(self, update: optimizer_ops.Update, moments: Sequence[TileTensor]) -> None:
+        optimizer_ops.sgd(update, moments[0] if moments else None)
 
 
 def norm_of(sum_of_squares: npt.ArrayLike) -> float:

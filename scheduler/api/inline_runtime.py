@@ -18,19 +18,8 @@ from .task_runtime import Access, Handle, TaskRuntime, Terms, View
 class InlineRuntime(TaskRuntime):
     """A runtime that runs each task when it is submitted."""
 
-    def handle(
-        self,
-        nbytes: int,
-        view: View,
-        *,
-        name: str = "",
-        kind: Kind = "temporary",
-        data_class: DataClass = "activations",
-        combine: Codelet | None = None,
-    ) -> Handle:
-        """Register data of `nbytes` bytes; its memory is allocated at once and freed with the last reference."""
-        memory = bytearray(max(nbytes, 1))
-        return Handle(memory, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
+    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
+        return bytearray(max(nbytes, 1))  # freed with the last reference to the handle
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager with the view of the data, without waiting."""

@@ -22,7 +22,7 @@ from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, 
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from .placement import kinds_beside
-from .task_runtime import Handle, ReleaseInbox, TaskRuntime, View
+from .task_runtime import Handle, TaskRuntime, View
 
 FIRST: Final = 1 << 40
 """Priority of the copies of inputs, above all others, so that they run as soon as any worker is free."""
@@ -54,11 +54,9 @@ class RecordingRuntime(TaskRuntime):
     """Common base of runtimes that record: handles, which a step being recorded notes, and placement of tasks.
 
     Attributes:
-        inbox: receives the records of released handles; None if no handle has memory.
         devices_beside: kind of the devices, if CPU workers run only codelets that these devices may not run; None without such workers.
     """
 
-    inbox: ReleaseInbox | None = None
     devices_beside: WorkerKind | None = None
 
     def __init__(self, lanes: int) -> None:
@@ -103,22 +101,12 @@ class RecordingRuntime(TaskRuntime):
         me = threading.current_thread()
         return next((entered.worker for entered in reversed(tuple(self._pins)) if entered.thread is me), None)
 
-    def handle(
-        self,
-        nbytes: int,
-        view: View,
-        *,
-        name: str = "",
-        kind: Kind = "temporary",
-        data_class: DataClass = "activations",
-        combine: Codelet | None = None,
-    ) -> Handle:
-        """Register data of `nbytes` bytes; memory is allocated when the first task writes it."""
-        record = HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
-        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> HandleRecord:
+        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
+
+    def _enter_handle(self, handle: Handle) -> None:
         if self._recorder is not None:
             self._recorder.enter_handle(handle)
-        return handle
 
     def clone_record(self, record: HandleRecord) -> HandleRecord:
         """Return a new record with the properties of `record`, without replicas."""

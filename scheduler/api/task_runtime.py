@@ -94,9 +94,11 @@ class TaskRuntime(abc.ABC):
 
     Attributes:
         has_gpus: whether there are CUDA workers, which then run every codelet that has an implementation for them.
+        inbox: receives the records of released handles; None if they need no care.
     """
 
     has_gpus = False
+    inbox: ReleaseInbox | None = None
 
     def __init__(self, lanes: int = 1) -> None:
         if lanes < 1:
@@ -106,7 +108,6 @@ class TaskRuntime(abc.ABC):
         self.current_block: int | None = None
         self._num_blocks = 0
 
-    @abc.abstractmethod
     def handle(
         self,
         nbytes: int,
@@ -117,7 +118,18 @@ class TaskRuntime(abc.ABC):
         data_class: DataClass = "activations",
         combine: Codelet | None = None,
     ) -> Handle:
-        """Register data of `nbytes` bytes; memory is allocated when the first task writes it."""
+        """Register data of `nbytes` bytes; memory is allocated when the first task writes it, in an `InlineRuntime` at once."""
+        record = self._record(nbytes, view, name, kind, data_class)
+        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        self._enter_handle(handle)
+        return handle
+
+    @abc.abstractmethod
+    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
+        """Return the runtime's own record of new data."""
+
+    def _enter_handle(self, handle: Handle) -> None:
+        """Note a new handle, if a step is being recorded."""
 
     def attach(self, handle: Handle, source: Source) -> None:
         """Declare that the data of a handle is in `source`, which is read whenever a task needs the data and no memory has it.

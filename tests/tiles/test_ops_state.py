@@ -107,10 +107,11 @@ def test_optimizers_follow_torch(name: str, options: dict[str, float], clip: flo
         hyper.write(np.array([[7] * 8, [lr, 1 - 0.9**step, 1 - 0.999**step, *rest, decay, 0]]))
         grad = data(runtime, (2, 3), gradient)
         norm = optimizer.sum_of_squares([grad]) if clip else None
+        update = optimizer.Update(param=param, grad=grad, hyper=hyper, row=1, norm=norm, max_norm=clip)
         if name == "sgd":
-            optimizer.sgd(param, grad, m if momentum else None, hyper, row=1, norm=norm, max_norm=clip, **options)
+            optimizer.sgd(update, m if momentum else None, **options)
         else:
-            optimizer.adamw(param, grad, m, v, hyper, row=1, decoupled=name == "adamw", norm=norm, max_norm=clip)
+            optimizer.adamw(update, m, v, decoupled=name == "adamw")
         np.testing.assert_allclose(
             param.read(), weight.detach().numpy(), rtol=2e-5 if dtype == np.float32 else 1e-11, atol=1e-6 if dtype == np.float32 else 1e-12
         )
@@ -124,11 +125,11 @@ def test_masters_carry_what_16_bits_lose() -> None:
     grad = data(runtime, (2,), np.ones(3, np.float32))
     hyper = data(runtime, (-1, -1), np.array([[1e-4, 1, 1, 0, 0, 0, 0, 0]]))
     for _ in range(100):
-        optimizer.sgd(param, grad, None, hyper, master=master)
+        optimizer.sgd(optimizer.Update(param=param, grad=grad, hyper=hyper, master=master), None)
     np.testing.assert_allclose(master.read(), 0.99, rtol=1e-5)
     np.testing.assert_array_equal(param.read(), master.read().astype(ml_dtypes.bfloat16))
     with pytest.raises(ValueError, match="needs an fp32 master"):
-        optimizer.sgd(param, grad, None, hyper)
+        optimizer.sgd(optimizer.Update(param=param, grad=grad, hyper=hyper), None)
 
 
 def test_sum_of_squares_is_a_tree() -> None:

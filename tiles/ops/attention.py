@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -74,6 +74,19 @@ class Scoring:
 
 
 UNCHANGED: Final = Scoring()
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of all operations here; the backward pass gets those of the forward pass."""
+
+    head_size: Required[int]
+    """D"""
+    scale: Required[float]
+    """factor of q k^T"""
+    causal: bool
+    """whether a query sees only keys up to its own position; True unless given"""
+    dropout: Dropout | None
+    scoring: Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,15 @@ class _Attention:
 
 
 def _describe(
-    q: TileTensor, k: TileTensor, v: TileTensor, head_size: int, scale: float, causal: bool, dropout: Dropout | None, scoring: Scoring
+    q: TileTensor,
+    k: TileTensor,
+    v: TileTensor,
+    *,
+    head_size: int,
+    scale: float,
+    causal: bool = True,
+    dropout: Dropout | None = None,
+    scoring: Scoring = UNCHANGED,
 ) -> _Attention:
     same_tiling(k, v)
     for axis in (0, 1) if causal else (0,):
@@ -206,25 +227,14 @@ def _check(q: TileTensor, k: TileTensor, head_size: int, causal: bool, scoring: 
             raise ValueError(f"the table of a bias must have a row per bucket and be cut like heads, {shape} by {tile}; got {table!r}; cut it so")
 
 
-def attention(
-    q: TileTensor,
-    k: TileTensor,
-    v: TileTensor,
-    *,
-    head_size: int,
-    scale: float,
-    causal: bool = True,
-    dropout: Dropout | None = None,
-    scoring: Scoring = UNCHANGED,
-    library: bool = False,
-) -> tuple[TileTensor, TileTensor]:
+def attention(q: TileTensor, k: TileTensor, v: TileTensor, *, library: bool = False, **options: Unpack[Options]) -> tuple[TileTensor, TileTensor]:
     """o = dropout(softmax(scale * q k^T)) v per head, without storing the scores. Returns (o, lse).
 
     Args:
         library: whether the attention library that the program has opened on its GPUs (`CudaDevice.open_attention`) computes the operation if it
             can; pass the same value to the backward pass.
     """
-    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    whole = _describe(q, k, v, **options)
     if library and whole.is_for_library():
         return _by_library(whole, v)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
@@ -272,16 +282,12 @@ def attention_backward(
     lse: TileTensor,
     do: TileTensor,
     *,
-    head_size: int,
-    scale: float,
-    causal: bool = True,
-    dropout: Dropout | None = None,
-    scoring: Scoring = UNCHANGED,
     dtable: TileTensor | None = None,
     library: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse; `dtable` receives the bias gradient as REDUX contributions."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    whole = _describe(q, k, v, **options)
     if library and whole.is_for_library():
         return _backward_by_library(whole, v, o, do, lse)
     return _backward(whole, v, o, do, lse, None, dtable)
@@ -312,19 +318,9 @@ def _backward(
     return dq, dk, dv
 
 
-def stored_attention(
-    q: TileTensor,
-    k: TileTensor,
-    v: TileTensor,
-    *,
-    head_size: int,
-    scale: float,
-    causal: bool = True,
-    dropout: Dropout | None = None,
-    scoring: Scoring = UNCHANGED,
-) -> tuple[TileTensor, TileTensor]:
+def stored_attention(q: TileTensor, k: TileTensor, v: TileTensor, **options: Unpack[Options]) -> tuple[TileTensor, TileTensor]:
     """Compute the same attention and keep its weights for the backward pass. Returns (o, weights (B, H, T, S))."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    whole = _describe(q, k, v, **options)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
     shape, tile = (*lse.shape, k.shape[1]), (*lse.tile, k.tile[1])
     weights = TileTensor(q.runtime, shape, tile, q.dtype, name="attention weights")
@@ -363,13 +359,9 @@ def stored_attention_backward(
     weights: TileTensor,
     do: TileTensor,
     *,
-    head_size: int,
-    scale: float,
-    causal: bool = True,
-    dropout: Dropout | None = None,
-    scoring: Scoring = UNCHANGED,
     dtable: TileTensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     """Gradients (dq, dk, dv) of `stored_attention`."""
-    whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    whole = _describe(q, k, v, **options)
     return _backward(whole, v, o, do, weights, weights, dtable)

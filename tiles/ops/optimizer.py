@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -63,102 +64,71 @@ def sum_squares(terms: TileTensor) -> TileTensor:
     return sum_scalars(terms, "sum of squares")
 
 
-def adamw(
-    param: TileTensor,
-    grad: TileTensor,
-    m: TileTensor,
-    v: TileTensor,
-    hyper: TileTensor,
-    *,
-    row: int = 0,
-    decays: bool = True,
-    decoupled: bool = True,
-    norm: TileTensor | None = None,
-    max_norm: float = 0.0,
-    master: TileTensor | None = None,
-    tiles: Iterable[int] | None = None,
-    priority: int = 0,
-    cpu_only: bool = False,
-) -> None:
-    """Compute one step of AdamW (`decoupled`) or of Adam with L2, as torch.optim does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Update of one parameter: the arguments that all optimizers share.
 
     Args:
         param: parameter, updated in place; with `master` it is only overwritten by the rounded master.
+        grad: gradient of the parameter.
         hyper: (num_groups, HYPER) fp64, one tile, written before the step; its columns are listed in `tiles.kernels.reference.optimizer`.
         row: row of `hyper` for the parameter's group.
-        decays: whether to declare the working memory that weight decay takes if it is not decoupled. Weight decay works without it, too.
+        decays: whether to declare the working memory that weight decay takes if it is added to the gradient. Weight decay works without it, too.
         norm: (1,) sum of squares of all gradients; with `max_norm` > 0 gradients are clipped by it.
         master: fp32 copy of a 16-bit parameter.
         tiles: numbers of the tiles to update; None for all.
         priority: priority of the tasks.
         cpu_only: whether the tasks run on CPU workers only.
     """
-    constants = {"row": row, "decoupled": decoupled}
-    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, decays=decays and not decoupled)
+
+    param: TileTensor
+    grad: TileTensor
+    hyper: TileTensor
+    row: int = 0
+    decays: bool = True
+    norm: TileTensor | None = None
+    max_norm: float = 0.0
+    master: TileTensor | None = None
+    tiles: Iterable[int] | None = None
+    priority: int = 0
+    cpu_only: bool = False
 
 
-def sgd(
-    param: TileTensor,
-    grad: TileTensor,
-    buffer: TileTensor | None,
-    hyper: TileTensor,
-    *,
-    row: int = 0,
-    decays: bool = True,
-    nesterov: bool = False,
-    norm: TileTensor | None = None,
-    max_norm: float = 0.0,
-    master: TileTensor | None = None,
-    tiles: Iterable[int] | None = None,
-    priority: int = 0,
-    cpu_only: bool = False,
-) -> None:
+def adamw(update: Update, m: TileTensor, v: TileTensor, *, decoupled: bool = True) -> None:
+    """Compute one step of AdamW (`decoupled`) or of Adam with L2, as torch.optim does."""
+    _update("adam", update, [m, v], None, has_penalty=update.decays and not decoupled, decoupled=decoupled)
+
+
+def sgd(update: Update, buffer: TileTensor | None, *, nesterov: bool = False) -> None:
     """Compute one step of SGD as torch.optim does.
 
     Args:
         buffer: momentum buffer; zero before the first step. None for no momentum, regardless of `hyper`.
         nesterov: whether to use Nesterov momentum.
-        param, grad, hyper, row, decays, norm, max_norm, master, tiles, priority, cpu_only: the arguments of `adamw`.
     """
-    constants = {"row": row, "has_buffer": buffer is not None, "nesterov": nesterov}
-    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, buffer, decays=decays)
+    _update("sgd", update, [], buffer, has_penalty=update.decays, has_buffer=buffer is not None, nesterov=nesterov)
 
 
-def _update(
-    op: str,
-    param: TileTensor,
-    grad: TileTensor,
-    moments: list[TileTensor],
-    hyper: TileTensor,
-    norm: TileTensor | None,
-    max_norm: float,
-    master: TileTensor | None,
-    constants: dict[str, Any],
-    tiles: Iterable[int] | None,
-    priority: int,
-    cpu_only: bool,
-    buffer: TileTensor | None = None,
-    *,
-    decays: bool,
-) -> None:
-    state = [tensor for tensor in (*moments, buffer, master) if tensor is not None]
-    same_tiling(param, grad, *state)
+def _update(op: str, update: Update, moments: list[TileTensor], buffer: TileTensor | None, *, has_penalty: bool, **constants: bool) -> None:
+    param, norm, master = update.param, update.norm, update.master
+    same_tiling(param, update.grad, *(tensor for tensor in (*moments, buffer, master) if tensor is not None))
     if (param.dtype in NARROW) != (master is not None):
         raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {param!r} with master {master!r}")
-    clip = norm is not None and max_norm > 0
-    constants |= {"max_norm": max_norm, "clip": clip, "master": master is not None}
-    for number in range(param.tiling.num_tiles) if tiles is None else tiles:
-        accesses: list[Access] = [(param.handles[number], RW if master is None else W), (grad.handles[number], R)]
+    clip = norm is not None and update.max_norm > 0
+    shared = {"max_norm": update.max_norm, "clip": clip, "master": master is not None}
+    for number in range(param.tiling.num_tiles) if update.tiles is None else update.tiles:
+        accesses: list[Access] = [(param.handles[number], RW if master is None else W), (update.grad.handles[number], R)]
         accesses += [(moment.handles[number], RW) for moment in moments]
-        accesses.append((hyper[0, 0], R))
+        accesses.append((update.hyper[0, 0], R))
         if buffer is not None:
             accesses.append((buffer.handles[number], RW))
         if clip and norm is not None:
             accesses.append((norm[0,], R))
         if master is not None:
             accesses.append((master.handles[number], RW))
-        size = prod(param.tile)
-        nbytes = optimizer_scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, decays, clip, bool(constants.get("nesterov")))
+        itemsize = 8 if param.dtype == np.float64 else 4
+        nbytes = optimizer_scratch_nbytes(prod(param.tile), itemsize, has_penalty, clip, constants.get("nesterov", False))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
-        (emit_on_cpu if cpu_only else emit)(param.runtime, op, accesses, priority=priority, **constants)
+        emitted = emit_on_cpu if update.cpu_only else emit
+        emitted(param.runtime, op, accesses, priority=update.priority, row=update.row, **constants, **shared)

@@ -109,21 +109,13 @@ def rms_norm_backward(
 
 @register("head_norm_backward", "cuda")
 def head_norm_backward(
-    x: DeviceArray,
-    gamma: DeviceArray,
-    rstd: DeviceArray,
-    dy: DeviceArray,
-    *rest: DeviceArray,
-    accumulate: bool,
-    residual: bool,
-    offset: float = 0.0,
+    x: DeviceArray, gamma: DeviceArray, rstd: DeviceArray, dy: DeviceArray, *rest: DeviceArray, offset: float = 0.0, **constants: bool
 ) -> None:
-    """Gradients of `head_norm`; `rest` is that of `rms_norm_backward`."""
+    """Gradients of `head_norm`; `rest` and the constants are those of `rms_norm_backward`."""
     *arrays, dgamma = rest[:-1] if offset else rest
     arrays = [_heads(array, gamma) for array in arrays]
     last = [dgamma, dgamma] if offset else [dgamma]  # the second one replaces the scratch
-    constants: dict[str, Any] = {"accumulate": accumulate, "residual": residual, "offset": offset}
-    rms_norm_backward(_heads(x, gamma), gamma, rstd, _heads(dy, gamma), *arrays, *last, **constants)
+    rms_norm_backward(_heads(x, gamma), gamma, rstd, _heads(dy, gamma), *arrays, *last, offset=offset, **constants)
 
 
 def _gradients(

@@ -19,8 +19,6 @@ from scheduler import DataClass, Handle, InlineRuntime, Kind, Mode, View
 from tiles import TileTensor
 
 if TYPE_CHECKING:
-    from scheduler import Codelet
-
     from .team import Team
 
 PATIENCE: Final = 300.0
@@ -62,18 +60,8 @@ class Mirror(InlineRuntime):
             self._tile_names.update({handle: (table, name, number) for number, handle in enumerate(own.handles)})
         return found
 
-    def handle(
-        self,
-        nbytes: int,
-        view: View,
-        *,
-        name: str = "",
-        kind: Kind = "temporary",
-        data_class: DataClass = "activations",
-        combine: Codelet | None = None,
-    ) -> Handle:
-        """Return a handle without memory."""
-        return Handle(None, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
+    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> None:
+        """Return None: these handles have no memory."""
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager with a copy of a tile; a written copy is sent at the end of the block."""
