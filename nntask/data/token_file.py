@@ -199,15 +199,12 @@ class TokenFile:
         if size == 8:
             raise DataError(f"{self.path} holds ids of eight bytes; write them as uint16 or uint32, for example with numpy.ndarray.astype")
         if size == 4:
+            below = ((self.vocab_size - 1) >> 16) + 1
             raise DataError(
-                f"{self.path} seems to hold ids of four bytes: every second number of two bytes is below {self._high() + 1}, and no sidecar "
+                f"{self.path} seems to hold ids of four bytes: every second number of two bytes is below {below}, and no sidecar "
                 f'declares their size; write {{"dtype": "uint32"}} to {self.path.name}.json in its directory, or {{"dtype": "uint16"}} '
                 "if its ids have two bytes"
             )
-
-    def _high(self) -> int:
-        """Return the largest upper half of a four-byte id in the vocabulary."""
-        return (self.vocab_size - 1) >> 16
 
     def _scan(self, nbytes: int) -> None:
         """Check the ids in the first `nbytes` bytes; the others are checked when they are read."""

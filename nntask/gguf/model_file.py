@@ -90,14 +90,10 @@ class GgufModel:
         found = [f"{self.path} has keys that neither nntask nor llama.cpp knows, and they are ignored: {listed}"] if self.unread else []
         if beyond := beyond_vocabulary(self._metadata, vocab_size := self.values["vocab_size"]):
             found.append(f"{self.path} has {' and '.join(beyond)}, and its ids end at {vocab_size - 1}: they are ignored")
-        if self._metadata.get(f"{PREFIX}model") == "gpt2" and f"{PREFIX}pre" not in self._metadata and not self._has_whole:
+        has_whole = TOKENIZER in self.files and self.files[TOKENIZER] == self._metadata.get(WHOLE)
+        if self._metadata.get(f"{PREFIX}model") == "gpt2" and f"{PREFIX}pre" not in self._metadata and not has_whole:
             found.append(f"{self.path} has no {PREFIX}pre, so texts are cut by llama.cpp's default rule; a file that is converted anew is better")
         return found
-
-    @property
-    def _has_whole(self) -> bool:
-        """Whether the tokenizer is the tokenizer.json in the file."""
-        return TOKENIZER in self.files and self.files[TOKENIZER] == self._metadata.get(WHOLE)
 
     @property
     def files(self) -> Mapping[str, str]:

@@ -13,10 +13,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import Lock
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from scheduler import Codelet, usable_cores
-from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, Nccl, NoGpu, choose_gpus, connect, name_of
+from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.machine import RecordedTask
 
 from ..config.settings import ResourceSettings
@@ -29,29 +29,8 @@ DEFAULT_SHARE: Final = 0.9
 """Share of the free memory of a card, apart from `CONTEXT_NBYTES` for each of its parts."""
 
 
-class Cards(Protocol):
-    """Source of GPUs."""
-
-    def choose(self, count: int | None) -> list[GpuFacts]:
-        """Return the first `count` cards; all cards for None.
-
-        Raises:
-            NoGpu: there are fewer.
-        """
-
-    def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
-        """Open devices of (card, part)."""
-
-    def nccl(self, facts: GpuFacts) -> Nccl:
-        """Return NCCL for a card.
-
-        Raises:
-            NoGpu: NCCL is not installed.
-        """
-
-
 class CudaCards:
-    """The real GPUs of this machine."""
+    """Source of GPUs: those that CUDA shows."""
 
     @staticmethod
     @cache
@@ -59,11 +38,17 @@ class CudaCards:
         return tuple(choose_gpus(count))
 
     def choose(self, count: int | None) -> list[GpuFacts]:
-        """Return the first `count` cards with their state at the first call, so that memory which a run takes later does not change its budgets."""
+        """Return the first `count` cards; all cards for None.
+
+        Their state is that of the first call, so that memory which a run takes later does not change its budgets.
+
+        Raises:
+            NoGpu: there are fewer.
+        """
         return list(self._choose(count))
 
     def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
-        """Open devices, which can access each other's memory if the hardware lets them."""
+        """Open devices of (card, part), which can access each other's memory if the hardware lets them."""
         from tiles.kernels import CudaDevice
 
         devices: list[Any] = []
@@ -76,8 +61,12 @@ class CudaCards:
             unused.pop_all()
         return devices
 
-    def nccl(self, facts: GpuFacts) -> Nccl:
-        """Return NCCL for a card, through CuPy."""
+    def nccl(self, facts: GpuFacts) -> CupyNccl:
+        """Return NCCL for a card.
+
+        Raises:
+            NoGpu: NCCL is not installed.
+        """
         return CupyNccl(facts)
 
 
@@ -88,7 +77,7 @@ def close_gpus(gpus: Sequence[Gpu]) -> None:
             gpu.close()
 
 
-cards: Cards = CudaCards()
+cards = CudaCards()
 """Source of GPUs; tests replace it."""
 
 
@@ -297,7 +286,7 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int) 
     return counts
 
 
-def open_nccl(gpus: GpuPlan) -> Nccl:
+def open_nccl(gpus: GpuPlan) -> CupyNccl:
     """Return NCCL for the first of the GPUs.
 
     Raises:

@@ -131,16 +131,9 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
             policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
         ),
     )
-    return beside_devices(machine, resources.ncpu) if resources.update_on != "device" and resources.ncpu != 0 else machine
-
-
-def beside_devices(machine: MachineSpec, asked: int | None) -> MachineSpec:
-    """Return the machine with CPU workers that run only tasks that devices may not; the same machine if it has no devices.
-
-    Args:
-        asked: number of CPU workers that a flag asks for.
-    """
-    return replace(machine, num_cpu=num_cpu_workers(asked, NO_GPUS), aside=True) if machine.has_devices else machine
+    if not machine.has_devices or resources.update_on == "device" or resources.ncpu == 0:
+        return machine
+    return replace(machine, num_cpu=num_cpu_workers(resources.ncpu, NO_GPUS), aside=True)  # CPU workers run only tasks that devices may not
 
 
 def devices_alone(machine: MachineSpec, asked: int | None) -> MachineSpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..errors import UsageError
@@ -135,7 +135,7 @@ class ModelConfig:
             )
         rules = cls.rules()
         check_foreign(rules, values, source)
-        required = [f.name for f in fields(cls) if _is_required(f)]
+        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         known = cls.read(renamed(rules, values, source), source)
         if missing := [key for key in required if key not in known]:
             raise UsageError(f"{source} lacks {', '.join(missing)}; {_article(cls.title)} config needs {', '.join(required)}")
@@ -291,10 +291,6 @@ class HiddenConfig(KeyedConfig):
     max_position_embeddings: int = count(131072)
     initializer_range: float = positive(0.02, 0.02)
     tie_word_embeddings: bool = switch(False)
-
-
-def _is_required(f: Field[Any]) -> bool:
-    return f.default is MISSING and f.default_factory is MISSING
 
 
 def _article(title: str) -> str:

@@ -22,7 +22,7 @@ def validate(session: Session, step: int) -> Evaluation | None:
         return None
     result = evaluate(session.engine, batches, session.byte_lengths, session.interrupts.pending)
     if result is not None:
-        line = result.line_of_labels() if run.data.objective.kind == "classify" else result.line()
+        line = f"loss {result.loss:.4f} | {result.tokens} labels" if run.data.objective.kind == "classify" else result.line()
         session.printer.say(f"step {step}: validation {line}")
     return result
 

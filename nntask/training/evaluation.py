@@ -37,10 +37,6 @@ class Evaluation:
         """Return the figures that metrics.jsonl adds to the line of the step."""
         return {"validation_loss": self.loss, "validation_bits_per_byte": self.bits_per_byte, "validation_tokens": self.tokens}
 
-    def line_of_labels(self) -> str:
-        """Return the line for stdout of a model that predicts labels."""
-        return f"loss {self.loss:.4f} | {self.tokens} labels"
-
     def line(self) -> str:
         """Return the line for stdout."""
         bits = "" if self.bits_per_byte is None else f" | {self.bits_per_byte:.3f} bits/byte"

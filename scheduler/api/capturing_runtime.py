@@ -22,7 +22,7 @@ from ..core.records import FILE, Mode, Replica, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
 from .placement import kinds_beside, kinds_on
-from .recording import Recorder, RecordingError, RecordingRuntime
+from .recording import RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
 
@@ -84,13 +84,8 @@ class CapturingRuntime(RecordingRuntime):
         Raises:
             RecordingError: a captured task reads data that no earlier task wrote.
         """
-        self._combine_all()
-        recorder = self._recorder = Recorder(self)
-        try:
+        with self._captured() as recorder:
             yield
-            self._combine_all()
-        finally:
-            self._recorder = None
         self._plan = recorder.finish()
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:

@@ -104,14 +104,28 @@ class RecordingRuntime(TaskRuntime):
     def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> HandleRecord:
         return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
 
-    def _enter_handle(self, handle: Handle) -> None:
+    def handle(self, nbytes: int, view: View, **options: Any) -> Handle:
+        """Register data as described at `TaskRuntime.handle`, and note the handle if a step is being recorded."""
+        handle = super().handle(nbytes, view, **options)
         if self._recorder is not None:
             self._recorder.enter_handle(handle)
+        return handle
 
     def clone_record(self, record: HandleRecord) -> HandleRecord:
         """Return a new record with the properties of `record`, without replicas."""
         number = HandleId(next(self._handle_ids))
         return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
+
+    @contextmanager
+    def _captured(self) -> Iterator[Recorder]:
+        """Capture the tasks of the block. The recording neither begins nor ends with partial sums."""
+        self._combine_all()
+        self._recorder = Recorder(self)
+        try:
+            yield self._recorder
+            self._combine_all()
+        finally:
+            self._recorder = None
 
     @property
     def recording(self) -> bool:

@@ -16,9 +16,8 @@ from ..core.codelet import Codelet
 from ..core.errors import DoesNotFit, TierFailed
 from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
-from ..core.memory.extents import rounded
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import NEW, DataClass, HandleId, HandleRecord, Mode, Task, WorkerId
+from ..core.records import NEW, DataClass, HandleRecord, Mode, Task, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
@@ -38,7 +37,7 @@ from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
 from .placement import Ability, find_ability, too_large
 from .recorded_step import Step
-from .recording import Recorder, RecordingError, RecordingRuntime
+from .recording import RecordingError, RecordingRuntime
 from .step_planning import plan_step
 from .task_runtime import Access, Handle, Terms
 
@@ -266,20 +265,15 @@ class Runtime(RecordingRuntime):
         """
         if self._recorder is not None:
             raise RecordingError("a step is already being recorded; recordings do not nest")
-        self._combine_all()
         step = Step(self._executor, self.clone_record, self._acquire_record)
-        recorder = self._recorder = Recorder(self)
-        try:
+        with self._captured() as recorder:
             yield step
-            self._combine_all()
-        finally:
-            self._recorder = None
         planned = plan_step(self._executor, recorder.finish(), order, recompute, self._inner_record, graphs=self._graphs, groups=groups)
         step.complete(planned, recorder.kept)
 
     def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """Create a record for the scratch memory of a fused task, or for data that several of them share."""
-        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, f"inner {data_class}", "temporary", data_class)
+        return self._record(nbytes, view, f"inner {data_class}", "temporary", data_class)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Return lower bounds in seconds on the time of any schedule of a step on this machine, by name of the bound (`planning.bounds`).

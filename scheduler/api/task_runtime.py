@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import abc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..core.codelet import Codelet
 from ..core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
@@ -26,13 +27,6 @@ from ..drivers.disk import Source
 
 View = Callable[[Any, int], Any]
 """(memory of a node, byte offset in it) -> the kernel's argument."""
-
-
-class ReleaseInbox(Protocol):
-    """A container for the records of released handles, filled by finalizers: ``append`` must neither lock nor call back."""
-
-    def append(self, record: Any, /) -> None:
-        """Take the record of a handle that the program no longer references."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
@@ -47,7 +41,7 @@ class Handle:
         kind: lifetime of the data: persistent, input or temporary.
         data_class: class of the data in reports of traffic.
         combine: codelet called as ``combine(total RW, other R)``; required if the handle is summed in more than one lane.
-        inbox: receives the record when the handle is released; None for no inbox.
+        inbox: receives the record when the handle is released, by a finalizer, so that `append` must neither lock nor call back; None for no inbox.
 
     Attributes:
         written: whether a task writes it, or the first lane.
@@ -62,7 +56,7 @@ class Handle:
     kind: Kind
     data_class: DataClass
     combine: Codelet | None
-    inbox: ReleaseInbox | None
+    inbox: deque[Any] | None
     written: bool = False
     num_contributions: int = 0
     lanes: dict[int, Handle] | None = None
@@ -98,7 +92,7 @@ class TaskRuntime(abc.ABC):
     """
 
     has_gpus = False
-    inbox: ReleaseInbox | None = None
+    inbox: deque[Any] | None = None
 
     def __init__(self, lanes: int = 1) -> None:
         if lanes < 1:
@@ -120,16 +114,11 @@ class TaskRuntime(abc.ABC):
     ) -> Handle:
         """Register data of `nbytes` bytes; memory is allocated when the first task writes it, in an `InlineRuntime` at once."""
         record = self._record(nbytes, view, name, kind, data_class)
-        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
-        self._enter_handle(handle)
-        return handle
+        return Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
 
     @abc.abstractmethod
     def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
         """Return the runtime's own record of new data."""
-
-    def _enter_handle(self, handle: Handle) -> None:
-        """Note a new handle, if a step is being recorded."""
 
     def attach(self, handle: Handle, source: Source) -> None:
         """Declare that the data of a handle is in `source`, which is read whenever a task needs the data and no memory has it.

@@ -151,7 +151,8 @@ class Dispatch:
             task = self.policy.pop(worker)
             if task is None:
                 return
-            if len(assigned) == depth - 1 and not worker.aside and _only_wait(assigned) and _misses_input(task, worker.node):
+            only_wait = bool(assigned) and all(each.state == "fetching" for each in assigned)
+            if len(assigned) == depth - 1 and not worker.aside and only_wait and _misses_input(task, worker.node):
                 self.policy.push(task, worker)
                 return
             self.num_ready -= 1
@@ -334,11 +335,6 @@ class Dispatch:
         num_active = sum(task.state == "running" for task in self.admitted())
         if num_active != self.num_active:
             raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")
-
-
-def _only_wait(tasks: Sequence[Task]) -> bool:
-    """Return whether there are tasks and all of them wait for copies."""
-    return bool(tasks) and all(task.state == "fetching" for task in tasks)
 
 
 def _misses_input(task: Task, node: NodeId) -> bool:

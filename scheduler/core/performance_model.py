@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 
 from .link_model import DISK_LINK, MEMORY_LINK, LinkModel, median
 from .records import FILE, NodeId, Task, WorkerKind
@@ -117,19 +117,6 @@ NO_ESTIMATES: Final = Given(lambda task, kind: 1.0)
 """Estimates for policies created without models: every task takes a second, and copies take no time."""
 
 
-class _View(Protocol):
-    """The attributes of a handle's view that footprints use, if it has them."""
-
-    shape: tuple[int, ...]
-    dtype: object
-
-
-class _Codelet(Protocol):
-    """The attribute of a codelet that estimates use; its cost is (flops, bytes)."""
-
-    cost: Callable[[Sequence[object], Mapping[str, object]], tuple[float, float]] | None
-
-
 _dtypes: dict[object, str] = {}
 """Names of dtypes, cached because NumPy takes microseconds to build one."""
 
@@ -142,7 +129,7 @@ def footprint(task: Task) -> int:
     """
     terms: list[str] = []
     for handle, mode in task.accesses:
-        view = cast(_View, handle.view)
+        view: Any = handle.view
         if hasattr(view, "shape") and hasattr(view, "dtype"):
             dtype = _dtypes.get(view.dtype)
             if dtype is None:
@@ -167,7 +154,7 @@ def key_of(task: Task) -> tuple[str, int]:
 
 def _cost(task: Task) -> tuple[float, float] | None:
     """Return (flops, bytes) of a task, or None if its codelet has no cost function."""
-    cost = cast(_Codelet, task.codelet).cost if hasattr(task.codelet, "cost") else None
+    cost = getattr(task.codelet, "cost", None)
     return None if cost is None else cost([handle.view for handle, _ in task.accesses], task.constants)
 
 

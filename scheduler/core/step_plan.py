@@ -278,7 +278,7 @@ class StepPlan:
             shared=[],
             makes=self._makes(),
             passing=passing,
-            peaks=peaks_of(passing),
+            peaks=[*accumulate(reversed(passing), max, initial=0)][::-1],
             window=self.window,
             partitions=positions_by_partition(self.partitions),
             returns=self.returns,
@@ -337,11 +337,6 @@ class StepPlan:
             use.needs_data,
             UseSchedule(use.positions, use.modes, use.leaves),
         )
-
-
-def peaks_of(passing: Sequence[int]) -> list[int]:
-    """Return `Replay.peaks` for a given `Replay.passing`."""
-    return [*accumulate(reversed(passing), max, initial=0)][::-1]
 
 
 def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from .cuda_cupy import (
 )
 from .disk import THREADS, DiskEngine, Marks, staging_nbytes
 from .gpu import NUM_STARTED, Event, Gpu, Stream
-from .nccl import CupyNccl, Nccl, UniqueId
+from .nccl import CupyNccl, UniqueId
 
 __all__ = [
     "CONTEXT_NBYTES",
@@ -34,7 +34,6 @@ __all__ = [
     "Gpu",
     "GpuFacts",
     "Marks",
-    "Nccl",
     "NoGpu",
     "Stream",
     "UniqueId",

@@ -16,7 +16,7 @@ from ..core.errors import TierFailed
 from ..core.events import CopyTile
 from ..core.records import FILE, NodeId, Replica
 from ..storage.arena import HostArena
-from ..storage.device import STAGE_NBYTES, Arena, DeviceArena, marks_of
+from ..storage.device import STAGE_NBYTES, Arena, DeviceArena
 from ..storage.tier import DiskTier
 from .gpu import Flow
 
@@ -111,8 +111,9 @@ class DiskEngine:
             self._wake.notify()
 
     def _marks(self, node: NodeId) -> Marks:
-        """Return the marks of a node's kernels that a copy from or to it must wait for."""
-        return marks_of(self.arenas[node])
+        """Return the flow and newest mark of a GPU node: once passed, other streams may use the memory of all its kernels so far."""
+        arena = self.arenas[node]
+        return [(arena.flow, arena.flow.number)] if isinstance(arena, DeviceArena) else []
 
     def stop(self) -> None:
         """End the threads after their current requests; requests that no thread has begun are dropped."""

@@ -7,7 +7,7 @@ of a communicator on one GPU.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, NoGpu, device_of_thread
 from .gpu import Gpu, Stream
@@ -21,52 +21,8 @@ UniqueId = bytes
 """Secret that both ranks of a communicator share."""
 
 
-class Communicator(Protocol):
-    """One of two ranks. After an error only `abort` may be called."""
-
-    def send(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Send bytes of this GPU to the other rank, in the order of the stream."""
-
-    def receive(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Receive bytes of the other rank at an address, in the order of the stream."""
-
-    def check(self) -> None:
-        """Check for asynchronous errors since the last call.
-
-        Raises:
-            Exception: the network failed, or the other rank is gone; work on the stream may never end.
-        """
-
-    def abort(self) -> None:
-        """End the communicator; its work on streams ends at once, whether bytes have arrived or not. Idempotent."""
-
-
-class Nccl(Protocol):
-    """NCCL for one GPU."""
-
-    @property
-    def card(self) -> str:
-        """Identifier of this GPU that no other GPU of the machine has."""
-
-    def gpu(self) -> Gpu:
-        """Return a `Gpu` of this GPU whose memory and streams no other code shares."""
-
-    def free_nbytes(self) -> int:
-        """Return the free bytes of that GPU's memory."""
-
-    def unique_id(self) -> UniqueId:
-        """Return a new unique id."""
-
-    def join(self, unique_id: UniqueId, rank: int) -> Communicator:
-        """Join a communicator as rank 0 or 1, on the GPU that the calling thread has adopted; returns when the other rank has joined, too.
-
-        Raises:
-            Exception: the network failed, or the other rank is gone.
-        """
-
-
 class CupyCommunicator:
-    """A `Communicator` through CuPy.
+    """One of two ranks, through CuPy. After an error only `abort` may be called.
 
     Args:
         library: the module `cupy.cuda.nccl`.
@@ -78,27 +34,34 @@ class CupyCommunicator:
         self._byte, self._own, self._peer = library.NCCL_UINT8, own, peer
 
     def send(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Send bytes of this GPU."""
+        """Send bytes of this GPU to the other rank, in the order of the stream."""
         self._own.send(address, nbytes, self._byte, self._peer, stream.number)  # type: ignore[attr-defined]
 
     def receive(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Receive bytes at an address of this GPU."""
+        """Receive bytes of the other rank at an address, in the order of the stream."""
         self._own.recv(address, nbytes, self._byte, self._peer, stream.number)  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        """Raise an asynchronous error, if any."""
+        """Check for asynchronous errors since the last call.
+
+        Raises:
+            Exception: the network failed, or the other rank is gone; work on the stream may never end.
+        """
         self._own.check_async_error()
 
     def abort(self) -> None:
-        """Abort the communicator."""
+        """End the communicator; its work on streams ends at once, whether bytes have arrived or not. Idempotent."""
         self._own.abort()
 
 
 class CupyNccl:
-    """The interface `Nccl` through CuPy, for one GPU.
+    """NCCL for one GPU, through CuPy.
 
     Args:
         facts: properties of the GPU.
+
+    Attributes:
+        card: identifier of this GPU that no other GPU of the machine has.
 
     Raises:
         NoGpu: CuPy finds no NCCL.
@@ -112,7 +75,7 @@ class CupyNccl:
         self.card = str(runtime.deviceGetPCIBusId(facts.index))
 
     def gpu(self) -> Gpu:
-        """Return a new `CupyGpu`."""
+        """Return a `Gpu` of this GPU whose memory and streams no other code shares."""
         return CupyGpu(self._facts)
 
     def free_nbytes(self) -> int:
@@ -124,8 +87,12 @@ class CupyNccl:
         """Return a new unique id."""
         return bytes(self._library.get_unique_id())
 
-    def join(self, unique_id: UniqueId, rank: int) -> Communicator:
-        """Join a communicator of two ranks."""
+    def join(self, unique_id: UniqueId, rank: int) -> CupyCommunicator:
+        """Join a communicator as rank 0 or 1, on the GPU that the calling thread has adopted; returns when the other rank has joined, too.
+
+        Raises:
+            Exception: the network failed, or the other rank is gone.
+        """
         return CupyCommunicator(self._library, self._library.NcclCommunicator(2, unique_id, rank), 1 - rank)
 
 

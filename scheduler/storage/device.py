@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -157,8 +157,3 @@ def mark_of(replica: Replica, arena: DeviceArena) -> tuple[Flow, int]:
     extent before it.
     """
     return arena.flow, arena.flow.number if replica.kernel_mark == NEWEST else replica.kernel_mark
-
-
-def marks_of(*arenas: Arena) -> Sequence[tuple[Flow, int]]:
-    """Return the flow and newest mark of each GPU among the arenas; once passed, other streams may use the memory of all kernels submitted so far."""
-    return [(arena.flow, arena.flow.number) for arena in arenas if isinstance(arena, DeviceArena)]

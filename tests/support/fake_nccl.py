@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
 from scheduler.drivers import Gpu, Stream, UniqueId
-from scheduler.drivers.nccl import Communicator
+from scheduler.drivers.nccl import CupyCommunicator
 from scheduler.testing import FakeGpu, FakeStream
 
 _APART_SECONDS: Final = 0.01
@@ -50,8 +50,8 @@ class FakeNetwork:
 
     Attributes:
         stands_after: number of transfers after which none ends any more, without an error; None for never.
-        fails_after: number of transfers after which none ends any more and `Communicator.check` raises; None for never.
-        lets_go: event that is set while `Communicator.abort` may return.
+        fails_after: number of transfers after which none ends any more and `CupyCommunicator.check` raises; None for never.
+        lets_go: event that is set while `CupyCommunicator.abort` may return.
         num_asked: number of sends and receives put on streams.
         num_transfers: number of transfers that have ended.
     """
@@ -227,7 +227,7 @@ class FakeNccl:
 
     Args:
         network: connection with the other nodes.
-        card: identifier of the card, see `drivers.nccl.Nccl`.
+        card: identifier of the card, see `drivers.nccl.CupyNccl`.
         memory: bytes of the card.
 
     Attributes:
@@ -271,7 +271,7 @@ class FakeNccl:
     def _carries(self) -> bool:
         return any(rank.num_asked for rank in self._ranks)
 
-    def join(self, unique_id: UniqueId, rank: int) -> Communicator:
+    def join(self, unique_id: UniqueId, rank: int) -> CupyCommunicator:
         """Join a communicator of two ranks."""
         with self._network.changed:
             number, self._num_joins = self._num_joins, self._num_joins + 1

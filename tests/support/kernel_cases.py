@@ -17,7 +17,6 @@ from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scra
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
-from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
@@ -195,7 +194,7 @@ def _paged(make: Maker, *, group: int = 1, pattern: Pattern | None = None) -> Ca
     h = 3 * group
     args = [make(6, 1, 4 * h), make(5, 5, 12), make(5, 5, 12), *_pages(make), make(6, 3, 4 * h), make(6, 3, h), make.positive(6, 3, h)]
     constants = {"head_size": 4, "scale": 0.5, "first_page": 2, **({} if pattern is None else {"pattern": pattern})}
-    return [*args, np.empty(paged_scratch(h, 5, 8), np.uint8)], [], constants
+    return [*args, np.empty(cached_scratch(1, h, 5, 8), np.uint8)], [], constants
 
 
 def _combined(make: Maker) -> Case:

@@ -352,7 +352,7 @@ def opened(cuda: FakeCuda, count: int = 1, *, dtype: str = "fp32", tf32: bool = 
 
 
 class StrictCards:
-    """`gpus.Cards` of a machine with strict libraries: one card."""
+    """`gpus.CudaCards` of a machine with strict libraries: one card."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda

@@ -25,7 +25,6 @@ from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
-from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.reference.attention import Pair, Pattern
 from tiles.kernels.reference.buckets import Buckets
@@ -148,7 +147,7 @@ def _paged(m: Maker, group: int = 1) -> Call:
     _, _, g, size = _attention_sizes(m)
     h = g * group
     args = [m(2, 1, h * size), m(8, 1024, g * size), m(8, 1024, g * size), *_table(2), m(2, 4, h * size), m(2, 4, h), m(2, 4, h)]
-    return [*args, np.empty(paged_scratch(h, 1024, m.dtype.itemsize), np.uint8)], {"head_size": size, "scale": 0.125, "first_page": 0}
+    return [*args, np.empty(cached_scratch(1, h, 1024, m.dtype.itemsize), np.uint8)], {"head_size": size, "scale": 0.125, "first_page": 0}
 
 
 def _attention_apply(m: Maker, p: float) -> Call:

@@ -16,7 +16,7 @@ from typing import Any
 from scheduler import RW, SCRATCH, Access, R, W
 
 from ..emission import emit, scratch
-from ..kernels.cpu.pages import paged_scratch_nbytes
+from ..kernels.cpu.cache import cache_scratch_nbytes
 from ..kernels.reference.attention import Pattern
 from ..tensor import TileTensor
 from .attention import UNCHANGED, Scoring
@@ -77,7 +77,7 @@ def attention(
     partial = TileTensor(q.runtime, (rows, most, q.shape[2]), (rows, most, q.tile[2]), dtype, name="partial")
     shape = (rows, most, q.shape[2] // head_size), (rows, most, heads)
     peaks, totals = (TileTensor(q.runtime, *shape, dtype, name=name) for name in ("peaks", "totals"))
-    nbytes = paged_scratch_nbytes(heads, length, partial.dtype.itemsize)
+    nbytes = cache_scratch_nbytes(1, heads, length, partial.dtype.itemsize)  # the scores of one token with one page
     more: dict[str, Any] = {"pattern": Pattern(scoring.cap or 0.0, None, scoring.window or 0)} if scoring != UNCHANGED else {}
     for h in range(q.grid[2]):
         kept = (partial[0, 0, h], peaks[0, 0, h], totals[0, 0, h])

@@ -24,13 +24,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nntask import DataError, ProcessUnavailable
+from nntask.data import ChatProcess
 from nntask.inference import TextIds, TokenBytes
 
 from . import schema
 from .answers import Form
 from .engine import TextEngine
 from .errors import ApiError
-from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, full_queue, job_of
+from .jobs import Desk, Progress, Prompt, encoded, full_queue, job_of
 from .loopback import is_loopback
 from .metrics import Metrics
 from .page import page
@@ -70,7 +71,7 @@ class Service:
     created: int
     fingerprint: str
     ids: TextIds
-    template: ChatPrompts | None
+    template: ChatProcess | None
     key: str
     most_bytes: int
     receive_seconds: float

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nntask import DataError, ProcessUnavailable, UsageError
+from nntask.data import ChatProcess
 from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets, TokenScore
 
 from .answers import DONE, Form, PromptCounts, ToldToken, Written, event
@@ -16,16 +17,6 @@ from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError, undecodable
 from .pieces import CONTEXT
 from .schema import Asked
-
-
-class ChatPrompts(Protocol):
-    """The interface of a chat template."""
-
-    def prompt(self, messages: tuple[dict[str, str], ...], where: str) -> str:
-        """Return the text of a conversation up to the assistant's next answer."""
-
-    def close(self) -> None:
-        """Refuse conversations, including one that is being rendered; must return quickly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +27,7 @@ class Prompt:
     text: str
 
 
-def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Prompt]:
+def encoded(asked: Asked, ids: TextIds, template: ChatProcess | None) -> list[Prompt]:
     """Return the prompts of a request.
 
     Raises:
@@ -176,7 +167,7 @@ class Progress:
     def add(self, piece: Piece) -> tuple[str, list[ToldToken]]:
         """Add a piece, and return its contribution to the text and to the log-probabilities, preceded by the prompt if the request has `echo`."""
         text, asked, prompt = self._texts[piece.index], self._asked, self._prompts[piece.index]
-        begin = self._shown_prompt(prompt) if asked.echo else ""
+        begin = (prompt.text or self._decode(prompt.ids)) if asked.echo else ""
         said, scores = "", list[ToldToken]()
         if asked.limit != 0:
             said = piece.text
@@ -207,10 +198,6 @@ class Progress:
         told = [(offset, waiting[at]) for at, offset in enumerate(found[: len(waiting)])]
         del waiting[: len(told)]
         return told
-
-    def _shown_prompt(self, prompt: Prompt) -> str:
-        """Return the text of a prompt; decode it if the request gave ids."""
-        return prompt.text or self._decode(prompt.ids)
 
     def _told_prompt(self, prompt: Prompt, piece: Piece) -> list[ToldToken]:
         """Return the tokens of a prompt.

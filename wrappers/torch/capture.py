@@ -271,11 +271,6 @@ def _kept(leaf: Any, recorder: CallRecorder) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str | None) else None
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous fake tensor of a tensor's shape and type in CPU memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
 def _input(value: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor for a tensor of the batch."""
     strides, _ = layout_of(value)
@@ -300,7 +295,7 @@ def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int,
             continue  # a constant of the program
         if id(value) not in twins.by_id:
             first = name if own is None else own[id(value)]
-            twin = twins.by_id[id(value)] = _fake(value)
+            twin = twins.by_id[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             if is_parameter:
                 twins.parameters[first] = with_hooks_of(value, twin.requires_grad_(value.requires_grad))
                 twin._is_param = True  # for isinstance(..., torch.nn.Parameter)

@@ -93,7 +93,8 @@ class Captures:
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
         self.own, self._tensors = own, [value for _, value in named_tensors(module)]  # kept alive, so that ids stay unique
-        self.world = World({"module": module, **(roots or {}), "hooks of all modules": _hooks_of_all()}, own)
+        hooks = {name: each for name, each in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(each, dict)}
+        self.world = World({"module": module, **(roots or {}), "hooks of all modules": hooks}, own)
         self._passes: dict[Hashable, list[tuple[PassUse, Capture]]] = {}  # uses, and captures with their guards; least recently used first
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
@@ -171,11 +172,6 @@ class Captures:
                 "keep such state in tensors, which may change, or where neither the module nor the loss reads it",
                 stacklevel=6,
             )
-
-
-def _hooks_of_all() -> dict[str, Any]:
-    """Return the tables of hooks that PyTorch calls for every module."""
-    return {name: each for name, each in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(each, dict)}
 
 
 def surroundings() -> Hashable:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from nntask.io import checksum_of, load_tensors, read_text, save_tensors, sealed
 
 from .optimizers import SessionOptimizer
 from .session_values import SessionValues
+from .started import StartedStep
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
@@ -44,6 +46,8 @@ class SessionFiles(ABC):
     optimizer: torch.optim.Optimizer
     num_steps: int
     _half_done: str
+    _is_closed: bool
+    _started: deque[StartedStep]
     _optimizer: SessionOptimizer
     _module_values: SessionValues
 
@@ -52,21 +56,24 @@ class SessionFiles(ABC):
     def _numerics(self) -> dict[str, Any]:
         """Settings that the bits depend on, besides module, optimizer and batches."""
 
-    @abstractmethod
-    def _check_open(self) -> None:
-        """Raise unless the session is open."""
-
-    @abstractmethod
-    def _check_whole(self) -> None:
-        """Raise unless the session is open and no step was half done."""
-
-    @abstractmethod
     def _wait_for_started(self) -> None:
-        """Wait until all steps are over."""
+        """Wait until all steps are over; a failed one is not counted, and its `result` raises the error."""
+        while self._started:
+            self._started.popleft().wait()
 
-    @abstractmethod
-    def reset_optimizer(self) -> None:
-        """Reset optimizer and step number, keeping the current weights."""
+    def _check_open(self) -> None:
+        """Raise an error if the session is closed."""
+        if self._is_closed:
+            raise UsageError(
+                "the session is closed, and its weights are gone unless they were saved or taken out before; make the module anew, or a session with "
+                "weights=DIR of a saved session"
+            )
+
+    def _check_whole(self) -> None:
+        """Raise an error if the session is closed, or a step has updated only some parameters."""
+        self._check_open()
+        if self._half_done:
+            raise UsageError(self._half_done)
 
     def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, completely or not at all; `resume` continues from it with the same bits.
@@ -151,6 +158,12 @@ class SessionFiles(ABC):
         """
         load_tensors(Path(directory) / MODEL, self._module_values.saved(frozen=frozen))
         self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Reset optimizer and step number, keeping the current weights."""
+        self._wait_for_started()
+        self._optimizer.reset()
+        self.num_steps, self._half_done = 0, ""
 
 
 @contextmanager

@@ -79,11 +79,6 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def norm_limit(max_grad_norm: float) -> float:
-    """Return the norm to which gradients are clipped, 0 for no clipping: infinity only measures, as in ``torch.nn.utils.clip_grad_norm_``."""
-    return 0.0 if max_grad_norm == math.inf else max_grad_norm
-
-
 def options_of(number: int, group: Mapping[str, Any]) -> Options:
     """Return the current options of a parameter group.
 

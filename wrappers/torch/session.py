@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,7 +42,7 @@ from .hosting import Host
 from .memory import release_unused
 from .modules import first_values, give, let_go, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
-from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
+from .optimizers import SessionOptimizer, guarded, torch_optimizer
 from .python_state import bring_into_python, host_values, undone_on_failure, write_step
 from .recording import StepRecorder
 from .releases import check_torch
@@ -133,7 +134,8 @@ class Session(SessionFiles):
         numbers = {"seed": seed, "threads": threads, "minibatches": minibatches, "verify": verify}
         check_arguments(module, has_weights=weights is not None, ngpu=ngpu, compiled=compiled, **numbers)
         self.module, self.optimizer = module, torch_optimizer(optimizer, module, lr, options)
-        self._seed, self._num_minibatches, self._is_compiled, self._max_norm = seed, minibatches, compiled, norm_limit(max_grad_norm)
+        self._seed, self._num_minibatches, self._is_compiled = seed, minibatches, compiled
+        self._max_norm = 0.0 if max_grad_norm == inf else max_grad_norm  # infinity only measures, as in torch.nn.utils.clip_grad_norm_
         self.num_steps, self._half_done, self._is_closed = 0, "", False
         self._guards = ExitStack()  # guards of module and optimizer while the session is open
         self._started: deque[StartedStep] = deque()
@@ -280,25 +282,6 @@ class Session(SessionFiles):
             self._optimizer.note_left_out(updated, keeps_number=not is_last)
         return UsageError(f"{error}; {outcome}") if isinstance(error, UsageError) else error
 
-    def _wait_for_started(self) -> None:
-        """Wait until all steps are over; a failed one is not counted, and its `result` raises the error."""
-        while self._started:
-            self._started.popleft().wait()
-
-    def _check_open(self) -> None:
-        """Raise an error if the session is closed."""
-        if self._is_closed:
-            raise UsageError(
-                "the session is closed, and its weights are gone unless they were saved or taken out before; make the module anew, or a session with "
-                "weights=DIR of a saved session"
-            )
-
-    def _check_whole(self) -> None:
-        """Raise an error if the session is closed, or a step has updated only some parameters."""
-        self._check_open()
-        if self._half_done:
-            raise UsageError(self._half_done)
-
     def evaluate(self, **batch: Any) -> float:
         """Return the loss of a batch in evaluation mode; state changes only as the module's forward pass itself changes it in that mode."""
         return float(self.evaluated(batch))
@@ -363,12 +346,6 @@ class Session(SessionFiles):
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """Return the optimizer's state by name, such as "m.layer.weight"."""
         return self._optimizer.updates.tensors()
-
-    def reset_optimizer(self) -> None:
-        """Reset optimizer and step number, keeping the current weights."""
-        self._wait_for_started()
-        self._optimizer.reset()
-        self.num_steps, self._half_done = 0, ""
 
     def training_step(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> Step:
         """Return the step that `start_minibatches` replays for minibatches of these shapes, recording it if necessary; values do not matter."""

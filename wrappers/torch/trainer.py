@@ -36,7 +36,7 @@ from .files import MODEL, STATE, storage_errors
 from .inductor import check_compiler
 from .session import Session
 from .session_checks import check_module
-from .trainer_checks import check_arguments, check_trainer, check_trainer_packages, plain_optimizer
+from .trainer_checks import check_arguments, check_trainer, check_trainer_packages
 from .walk_code import Narrow
 
 SCHEDULE: Final = "scheduler.json"
@@ -109,7 +109,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._session is not None and self._session.module is self.model and (self._learns or not learns):
             return self._session
         self.close()
-        optimizer: dict[str, Any] = {"optimizer": plain_optimizer(self.optimizer)} if learns else {"optimizer": "sgd", "lr": 0.0}
+        plain = getattr(self.optimizer, "optimizer", self.optimizer)  # PyTorch's own, inside accelerate's
+        optimizer: dict[str, Any] = {"optimizer": plain} if learns else {"optimizer": "sgd", "lr": 0.0}
         norm = self.args.max_grad_norm or 0.0
         self._session = Session(self.model, **optimizer, objective=_Objective(self), max_grad_norm=norm, seed=self.args.seed, **self._terms)
         self._learns = learns

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import accelerate
-import torch
 import transformers
 
 from nntask import UsageError
@@ -115,8 +114,3 @@ def check_trainer(trainer: Any, base: type[Any]) -> None:
             torch_optimizer(trainer.create_optimizer(), trainer.model, None, {})
     finally:
         trainer.optimizer = kept
-
-
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of PyTorch inside accelerate's."""
-    return optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer

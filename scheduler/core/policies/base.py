@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from ..performance_model import Estimates
 from ..records import Task, Worker
 
 
@@ -30,8 +30,5 @@ class Policy(Protocol):
         """Number of ready tasks held."""
 
 
-class PolicyFactory(Protocol):
-    """A function or class that creates a policy."""
-
-    def __call__(self, estimates: Estimates = ...) -> Policy:
-        """Return a policy without workers and tasks; without estimates, every task takes a second and copies take no time."""
+PolicyFactory = Callable[..., Policy]
+"""A function or class that creates a policy without workers and tasks, given estimates; by default every task takes a second."""

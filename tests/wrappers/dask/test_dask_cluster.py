@@ -36,10 +36,10 @@ from nntask.data import Batch, open_dataset
 from nntask.engine.interface import NodesChanged
 from nntask.errors import ClusterError, DataError, UsageError
 from nntask.hardware import gpus
-from nntask.hardware.gpus import Cards
+from nntask.hardware.gpus import CudaCards
 from nntask.training.continuation import _besides
 from scheduler.drivers.cuda_cupy import GpuFacts
-from scheduler.drivers.nccl import Nccl
+from scheduler.drivers.nccl import CupyNccl
 from wrappers.cli import main
 from wrappers.cli.options.sources import request
 from wrappers.dask.dashboard.plugin import install
@@ -540,7 +540,7 @@ class _Cards:
     def open(self, facts: Sequence[object], *, tf32: bool, dtype: str) -> list[Any]:
         return []
 
-    def nccl(self, facts: GpuFacts) -> Nccl:
+    def nccl(self, facts: GpuFacts) -> CupyNccl:
         if self.fails:
             raise RuntimeError("planted: CUDA failed")
         found = FakeNccl(FakeNetwork(), str(os.getpid()))
@@ -548,7 +548,7 @@ class _Cards:
         return found
 
 
-def prepare_worker(folder: str, cards: Cards, connect_seconds: float) -> None:
+def prepare_worker(folder: str, cards: CudaCards, connect_seconds: float) -> None:
     """What a test has a worker's process be."""
     os.chdir(folder)
     gpus.cards = cards

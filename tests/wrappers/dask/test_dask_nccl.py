@@ -27,7 +27,7 @@ from nntask.config.settings import ResourceSettings
 from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.hardware import gpus
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
-from scheduler.drivers.nccl import INSTALL_NCCL, Nccl, find_library
+from scheduler.drivers.nccl import INSTALL_NCCL, CupyNccl, find_library
 from wrappers.cli import main
 from wrappers.dask.training import exchange, nccl, nccl_link
 from wrappers.dask.training.cluster import ClusterWorker
@@ -351,7 +351,7 @@ class Cards:
         assert self.libraries is not None
         return [Emulator(self.libraries)]
 
-    def nccl(self, facts: GpuFacts) -> Nccl:
+    def nccl(self, facts: GpuFacts) -> CupyNccl:
         if self.network is None:
             raise NoGpu("CuPy finds no NCCL")
         self.made.append(FakeNccl(self.network, str(next(self.numbers)), self.memory))

@@ -16,18 +16,12 @@ from ..reference.attention import NOTHING, PLAIN, Pair, Pattern
 from ..reference.pages import append_to_pages
 from ..registry import register, register_bf16
 from . import attention as whole
-from .cache import cache_scratch_nbytes
 from .elementwise import single
 
 Array = npt.NDArray[Any]
 
 for _enter in (register("append_to_pages", "cpu"), register_bf16("append_to_pages", takes=lambda views, constants: True)):
     _enter(append_to_pages)  # copies single rows
-
-
-def paged_scratch_nbytes(num_heads: int, length: int, itemsize: int) -> int:
-    """Return the working memory of one task: the scores of all heads of one token with one page."""
-    return cache_scratch_nbytes(1, num_heads, length, itemsize)
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:

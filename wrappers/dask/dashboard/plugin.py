@@ -10,24 +10,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from .board import Board
+
+if TYPE_CHECKING:
+    from distributed import Client, Worker
 
 TOPIC: Final = "nntask"
 PAGE: Final = "nntask"
 """Path of the page relative to the dashboard, and its name in the dashboard's menu."""
 _NUMBERS: Final = ("loss", "tokens_per_second")
 _BYTES: Final = ("resident_bytes", "budget_bytes")
-
-
-class Publisher(Protocol):
-    """A client or a worker of a cluster."""
-
-    def log_event(self, topic: str, msg: Any) -> Any:
-        """Send a message to the subscribers of a topic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class Installed:
     metrics: str | None
 
 
-def publish(to: Publisher, record: Mapping[str, Any]) -> None:
+def publish(to: Client | Worker, record: Mapping[str, Any]) -> None:
     """Report a step to the dashboard by a message to the scheduler; with a worker this does not wait.
 
     Args:

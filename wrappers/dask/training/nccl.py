@@ -19,7 +19,7 @@ from typing import Final
 from nntask import ClusterError, DoesNotFit, UsageError
 from nntask.config import check_plain, format_size
 from nntask.hardware import GpuPlan, open_nccl
-from scheduler.drivers import Nccl, UniqueId
+from scheduler.drivers import CupyNccl, UniqueId
 
 from .nccl_link import PIECE, NcclLink, StagingBuffers, move_first_piece, reached
 from .transports import ByteTransport, Channel, Tiles, check_nbytes, nbytes_of
@@ -88,7 +88,7 @@ class NcclTransport(ByteTransport):
         MemoryError: the GPU has too few free bytes for the buffers of all links.
     """
 
-    def __init__(self, nccl: Nccl, rank: int, num_nodes: int, worker: str = "") -> None:
+    def __init__(self, nccl: CupyNccl, rank: int, num_nodes: int, worker: str = "") -> None:
         self._nccl, self._rank, self._num_nodes, self._worker = nccl, rank, num_nodes, worker
         self.num_steps, self.card = 4 * (num_nodes - 1), nccl.card
         self._free = nccl.free_nbytes()

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from scheduler.drivers import Event, Gpu, Nccl, UniqueId
+from scheduler.drivers import CupyNccl, Event, Gpu, UniqueId
 
 from .transports import Tiles, bytes_of
 
@@ -90,7 +90,7 @@ class NcclLink(threading.Thread):
         ended: done when the thread will not touch a tile any more; its result is the error that ended it, None after `stop`.
     """
 
-    def __init__(self, nccl: Nccl, staging: StagingBuffers, unique_id: UniqueId, is_sender: bool, name: str) -> None:
+    def __init__(self, nccl: CupyNccl, staging: StagingBuffers, unique_id: UniqueId, is_sender: bool, name: str) -> None:
         super().__init__(name=f"nntask {name}", daemon=True)
         self._nccl, self._staging, self._id, self._is_sender = nccl, staging, unique_id, is_sender
         self._copies, self._network, self._free = staging.copies, staging.network, deque(staging.halves)

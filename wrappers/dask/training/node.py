@@ -209,7 +209,7 @@ class TrainingNode:
         from nntask.training import model_to_start_from
 
         from .node_memory import check_memory, machine_of_node
-        from .peers import passing_bytes, window_for
+        from .peers import window_for
 
         run, shard = order.run, order.shard
         self._order = order
@@ -219,7 +219,8 @@ class TrainingNode:
                 f"worker {self.worker_name} has other data at {dataset.train.name} than the client; copy the same files to every worker, or use a "
                 "shared directory"
             )
-        passing = passing_bytes(shard.num_nodes - 1, order.largest)
+        # buckets on their way to this node, and copies of those that it sends
+        passing = 2 * (shard.num_nodes - 1) * (window_for(order.largest) + order.largest)
         machine = machine_of_node(self._worker, self._devices, run, self._nccl, on_host=order.on_host, passing_nbytes=passing)
         self._comms.window = window_for(order.largest)
         run = self._run_config = run.on(machine)

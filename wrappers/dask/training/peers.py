@@ -205,13 +205,3 @@ class Peer:
 def window_for(largest: int) -> int:
     """Return the bytes in flight to a peer beyond which no further bucket is sent, from the bytes of the largest bucket."""
     return min(WINDOW, 2 * largest)
-
-
-def passing_bytes(num_peers: int, largest: int) -> int:
-    """Return the maximum number of bytes that a node needs in addition to its tiles: buckets on their way to it, and copies of buckets that it sends.
-
-    Args:
-        num_peers: number of peers.
-        largest: bytes of the largest bucket.
-    """
-    return 2 * num_peers * (window_for(largest) + largest)

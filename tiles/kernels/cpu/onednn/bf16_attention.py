@@ -76,16 +76,12 @@ class _Block(NamedTuple):
         return self.g - self.h, self.last - self.first, self.high - self.low
 
 
-def _most_heads(num_heads: int, num_queries: int, num_keys: int) -> int:
-    return max(1, min(num_heads, GROUP_BYTES // (4 * num_queries * num_keys)))
-
-
 def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Block]:
     for first in range(0, tq, QUERIES):
         last = min(first + QUERIES, tq)
         low, high = seen_keys(first, last, tk, at)
         if high > low:
-            for heads in cut(num_heads, _most_heads(num_heads, last - first, high - low)):
+            for heads in cut(num_heads, max(1, min(num_heads, GROUP_BYTES // (4 * (last - first) * (high - low))))):
                 yield _Block(b, heads.start, heads.stop, first, last, low, high, num_heads)
 
 
