@@ -208,10 +208,6 @@ class Dispatch:
         self.num_active += 1
         actions.append(RunTask(worker.id, task))
 
-    def withdraw(self, task: Task) -> None:
-        """Take an admitted task from its worker, because its data could not be fetched and it will never run."""
-        self.workers[task.worker].assigned.remove(task)
-
     def retire(self, task: Task, actions: list[Action]) -> Worker:
         """Free the worker of a task that has ended, run its next staged task, and return the worker."""
         worker = self.workers[task.worker]

@@ -75,28 +75,15 @@ class Boundless:
         return node
 
 
-class Estimates(Protocol):
-    """Estimates for cost-based policies.
-
-    Attributes:
-        memory: state of the memory nodes; `Machine.memory`, once there is a machine.
-    """
-
-    memory: MemoryView
-
-    def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """Return the seconds that the task will run on a worker of that kind."""
-
-    def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """Return the seconds to move `nbytes` over an idle link; 0 from a node to itself."""
-
-
-class Given:
-    """Estimates from given functions, as in virtual time.
+class Estimates:
+    """Estimates for cost-based policies: from given functions, as in virtual time, or measured (`Models`).
 
     Args:
         duration: function that returns the seconds of a task on a kind of worker.
         transfer: function that returns the seconds of a copy, given source, target and bytes; None for copies that take no time.
+
+    Attributes:
+        memory: state of the memory nodes; `Machine.memory`, once there is a machine.
     """
 
     def __init__(self, duration: Callable[[Task, WorkerKind], float], transfer: Callable[[NodeId, NodeId, int], float] | None = None) -> None:
@@ -105,15 +92,15 @@ class Given:
         self._transfer = transfer
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """Return the given duration."""
+        """Return the seconds that the task will run on a worker of that kind."""
         return self._duration(task, kind)
 
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """Return the given transfer time; 0 from a node to itself."""
+        """Return the seconds to move `nbytes` over an idle link; 0 from a node to itself."""
         return 0.0 if self._transfer is None or source == target else self._transfer(source, target, nbytes)
 
 
-NO_ESTIMATES: Final = Given(lambda task, kind: 1.0)
+NO_ESTIMATES: Final = Estimates(lambda task, kind: 1.0)
 """Estimates for policies created without models: every task takes a second, and copies take no time."""
 
 
@@ -191,7 +178,7 @@ class Series:
         return self._typical
 
 
-class Models:
+class Models(Estimates):
     """Estimates from measurements.
 
     Attributes:

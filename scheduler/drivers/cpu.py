@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from ..core.events import TaskFailed, TaskFinished
 from ..core.records import Task, Worker
 from .callbacks import Watch
+from .gpu import Ended
 
 
 class WorkerRuntime(Protocol):
@@ -44,6 +45,9 @@ class WorkerRuntime(Protocol):
 
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Call the program's callback with a finished task, whose data is still in memory."""
+
+    def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
+        """Record the durations of tasks on a GPU."""
 
 
 def usable_cores() -> int:

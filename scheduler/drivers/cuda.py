@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from ..core.errors import DeviceFailed
 from ..core.events import CopyTile, TaskFailed, TaskFinished
-from ..core.records import Task, Worker
+from ..core.records import Task
 from ..storage.device import Arena, DeviceArena, mark_of
 from . import cpu
 from .gpu import NUM_STARTED, Ended, Event, Flow, Gpu, device_failed
@@ -39,13 +39,6 @@ def copy_on_gpu(source: Any, target: Any) -> None:
     flow.entered.copy(target.address, source.address, target.nbytes)
 
 
-class CudaWorkerRuntime(cpu.WorkerRuntime, Protocol):
-    """The part of the runtime that the worker thread of a GPU uses."""
-
-    def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
-        """Record the durations of tasks on the device."""
-
-
 class CudaThread(cpu.WorkerThread):
     """The worker thread of a GPU. A task counts as finished once its kernels are on the flow; the device's durations are known later.
 
@@ -53,8 +46,6 @@ class CudaThread(cpu.WorkerThread):
         arena: memory of the GPU.
         arguments: arguments of `WorkerThread`.
     """
-
-    executor: CudaWorkerRuntime
 
     def __init__(self, arena: DeviceArena, *arguments: Any) -> None:
         super().__init__(*arguments)

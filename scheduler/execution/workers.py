@@ -13,8 +13,7 @@ from typing import Any, Final, Protocol
 
 from ..core.events import CopyTile, DiscardExtent, MoveTile
 from ..core.records import RAM, NodeId, Replica, Task, Worker, WorkerId, WorkerKind
-from ..drivers import cuda
-from ..drivers.cpu import WorkerThread, cores_for
+from ..drivers.cpu import WorkerRuntime, WorkerThread, cores_for
 from ..drivers.cuda import CudaCopier, CudaThread
 from ..drivers.disk import DiskEngine
 from ..drivers.gpu import Gpu
@@ -33,7 +32,7 @@ ASIDE_DEPTH: Final = 2
 """Number of tasks admitted to a CPU worker that stands aside: one runs while the input of the next one arrives from a device."""
 
 
-class PoolRuntime(cuda.CudaWorkerRuntime, Protocol):
+class PoolRuntime(WorkerRuntime, Protocol):
     """The part of the runtime that the threads of a pool use."""
 
     def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:

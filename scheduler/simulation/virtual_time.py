@@ -33,7 +33,7 @@ from ..core.events import (
 from ..core.machine import Machine
 from ..core.memory.eviction_policies import DEFAULT_EVICTION
 from ..core.memory.memory_node import MemoryNode
-from ..core.performance_model import Given
+from ..core.performance_model import Estimates
 from ..core.policies import POLICIES
 from ..core.records import FILE, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
@@ -235,12 +235,12 @@ def simulate(
         raise ValueError(
             f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
         )
-    machine = _machine(nodes, policy, Given(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
+    machine = _machine(nodes, policy, Estimates(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
     driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
     return _replayed(driver, _loaded(driver, plan), replays, ahead=ahead)
 
 
-def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Given, *, storage: bool, eviction: str, prefetch: bool) -> Machine:
+def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Estimates, *, storage: bool, eviction: str, prefetch: bool) -> Machine:
     last = len(nodes) - 1
     memories = [MemoryNode(name, budget, is_storage=storage and node == last) for node, (name, budget) in enumerate(nodes)]
     machine = Machine(memories, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)

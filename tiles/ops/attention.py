@@ -76,7 +76,7 @@ class Scoring:
 UNCHANGED: Final = Scoring()
 
 
-class Options(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """Keyword arguments of all operations here; the backward pass gets those of the forward pass."""
 
     head_size: Required[int]
@@ -227,7 +227,9 @@ def _check(q: TileTensor, k: TileTensor, head_size: int, causal: bool, scoring: 
             raise ValueError(f"the table of a bias must have a row per bucket and be cut like heads, {shape} by {tile}; got {table!r}; cut it so")
 
 
-def attention(q: TileTensor, k: TileTensor, v: TileTensor, *, library: bool = False, **options: Unpack[Options]) -> tuple[TileTensor, TileTensor]:
+def attention(
+    q: TileTensor, k: TileTensor, v: TileTensor, *, library: bool = False, **options: Unpack[AttentionOptions]
+) -> tuple[TileTensor, TileTensor]:
     """o = dropout(softmax(scale * q k^T)) v per head, without storing the scores. Returns (o, lse).
 
     Args:
@@ -284,7 +286,7 @@ def attention_backward(
     *,
     dtable: TileTensor | None = None,
     library: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse; `dtable` receives the bias gradient as REDUX contributions."""
     whole = _describe(q, k, v, **options)
@@ -318,7 +320,7 @@ def _backward(
     return dq, dk, dv
 
 
-def stored_attention(q: TileTensor, k: TileTensor, v: TileTensor, **options: Unpack[Options]) -> tuple[TileTensor, TileTensor]:
+def stored_attention(q: TileTensor, k: TileTensor, v: TileTensor, **options: Unpack[AttentionOptions]) -> tuple[TileTensor, TileTensor]:
     """Compute the same attention and keep its weights for the backward pass. Returns (o, weights (B, H, T, S))."""
     whole = _describe(q, k, v, **options)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
@@ -360,7 +362,7 @@ def stored_attention_backward(
     do: TileTensor,
     *,
     dtable: TileTensor | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     """Gradients (dq, dk, dv) of `stored_attention`."""
     whole = _describe(q, k, v, **options)

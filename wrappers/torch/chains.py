@@ -69,11 +69,6 @@ class ChainCompiler:
     def __init__(self) -> None:
         self._compiled: dict[Any, Compiled] = {}
 
-    @property
-    def num_compiled(self) -> int:
-        """Number of compiled functions."""
-        return len(self._compiled)
-
     def chained(self, capture: Capture) -> Capture:
         """Return a pass with its chains as single calls."""
         return replace(capture, calls=_Chaining(capture, self._compile).calls())

@@ -14,7 +14,7 @@ from scheduler.core.events import StepStarted, TaskSubmitted
 from scheduler.core.machine import Machine
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
-from scheduler.core.performance_model import Boundless, Given
+from scheduler.core.performance_model import Boundless, Estimates
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
 from scheduler.core.policies.reuse import PATIENCE
 from scheduler.core.records import HandleId, HandleRecord, Mode, NodeId, R, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
@@ -49,10 +49,10 @@ def joined() -> list[Worker]:
     return [Worker(WorkerId(at), "sim" if at else "cpu", NodeId(at), depth=2) for at in range(3)]
 
 
-def estimates(cpu: float = 1.0, sim: float = 1.0, pages_per_second: float = 0.0) -> Given:
+def estimates(cpu: float = 1.0, sim: float = 1.0, pages_per_second: float = 0.0) -> Estimates:
     """Seconds per task by kind, and the speed of every link."""
     transfer = (lambda source, target, nbytes: nbytes / PAGE / pages_per_second) if pages_per_second else None
-    return Given(lambda task, kind: cpu if kind == "cpu" else sim, transfer)
+    return Estimates(lambda task, kind: cpu if kind == "cpu" else sim, transfer)
 
 
 def task(number: int, *nodes: int, modes: Sequence[Mode] = (R,), kinds: tuple[WorkerKind, ...] = BOTH, priority: int = 0) -> Task:
@@ -66,7 +66,7 @@ def task(number: int, *nodes: int, modes: Sequence[Mode] = (R,), kinds: tuple[Wo
     return Task(TaskId(number), None, f"t{number}", kinds, tuple(accesses), {}, priority, order=number)
 
 
-def staffed(make: Callable[[Given], Policy], given: Given) -> tuple[Policy, list[Worker]]:
+def staffed(make: Callable[[Estimates], Policy], given: Estimates) -> tuple[Policy, list[Worker]]:
     """A policy and its workers."""
     policy, workers = make(given), joined()
     for worker in workers:
@@ -232,7 +232,7 @@ def matmul(n: int) -> StepPlan:
     return StepPlan(tasks, {})
 
 
-def run(plan: StepPlan, policy: Policy, given: Given, budgets: Sequence[int]) -> tuple[int, float]:
+def run(plan: StepPlan, policy: Policy, given: Estimates, budgets: Sequence[int]) -> tuple[int, float]:
     """Pages moved and seconds of one replay on two devices."""
     machine = Machine([MemoryNode(f"node {at}", pages * PAGE) for at, pages in enumerate(budgets)], policy)
     driver = VirtualDriver(machine, [("sim", 1, 2), ("sim", 2, 2)], given.task_seconds, transfer=given.transfer_seconds)

@@ -132,7 +132,7 @@ def test_equal_chains_are_compiled_once_and_touch_no_more_than_a_call() -> None:
     for captured in (few, many):
         compiler = ChainCompiler()
         chained = compiler.chained(captured)
-        counts.append(compiler.num_compiled)
+        counts.append(len(compiler._compiled))
         limit = max(_nbytes(call.reads | call.writes) for call in captured.calls)
         chains = [call for call in chained.calls if isinstance(call.func, Chain)]
         lengths.append(len(chains))

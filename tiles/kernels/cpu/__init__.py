@@ -19,7 +19,6 @@ from . import (  # noqa: F401
     pages,
     quantised,
     random,
-    select,
     stored_attention,
     tokens,
 )

@@ -124,20 +124,9 @@ class CudaDevice(CupyGpu):
             self._again(error, lambda: launch(function, *grid, threads, 1, 1, shared, stream, arguments.address, 0))
         self.num_started += 1
 
-    def gemm(
-        self,
-        a: DeviceArray,
-        b: DeviceArray,
-        out: DeviceArray,
-        *,
-        trans_a: bool,
-        trans_b: bool,
-        alpha: float,
-        accumulate: bool,
-        stride_a: int | None = None,
-    ) -> None:
-        """out (+)= alpha * op(a) @ op(b), sums in fp32."""
-        product = column_major(a, b, out, trans_a=trans_a, trans_b=trans_b, stride_a=stride_a)
+    def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, *, alpha: float, accumulate: bool, **layout: Any) -> None:
+        """out (+)= alpha * op(a) @ op(b), sums in fp32; `layout` has trans_a, trans_b and stride_a of `launch.Device`."""
+        product = column_major(a, b, out, **layout)
         self.num_started += 1  # a library may have started something before it fails
         try:
             self._blas.multiply(product, alpha, accumulate)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..options.help import parse
-from ..options.models import open_source
+from ..options.runtime_flags import open_source
 
 if TYPE_CHECKING:
     from nntask.config import ResourceSettings, RunConfig, TrainSettings

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from nntask.config import MachineSettings
 
 from ..options.help import parse
-from ..options.models import open_source
-from ..options.runtime_flags import machine_from, runtime_of
+from ..options.runtime_flags import machine_from, open_source, runtime_of
 from ..output import json_line
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from nntask.config import MachineSettings
 
 from ..options.help import parse
-from ..options.models import open_source
-from ..options.runtime_flags import machine_from, runtime_of
+from ..options.runtime_flags import machine_from, open_source, runtime_of
 
 if TYPE_CHECKING:
     from nntask.data import Dataset, TokenFile, Tokenizer

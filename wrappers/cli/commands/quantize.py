@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..options.help import parse
-from ..options.models import open_source
+from ..options.runtime_flags import open_source
 
 if TYPE_CHECKING:
     from nntask.export import Converted

@@ -1,16 +1,35 @@
-"""The machine of the commands that use a trained model: checks of its flags, and the runtime they ask for."""
+"""Model and machine of the commands that use a trained model: notes about its files, checks of its flags, and the runtime they ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..output import complain
 
 if TYPE_CHECKING:
     from nntask.config import MachineSettings
     from nntask.hardware import MachineSpec
+    from nntask.inference import ModelSource
     from scheduler import Runtime
+
+
+def open_source(path: str | Path) -> ModelSource:
+    """Open the model in a directory or a GGUF file, and print the notes about its files.
+
+    Raises:
+        DataError: it does not exist, contains no model, or its content is broken.
+        UsageError: its config belongs to no family, or breaks a rule.
+    """
+    from nntask.inference import ModelSource
+
+    source = ModelSource.open(path)
+    for sentence in source.notes():
+        complain(sentence)
+    return source
 
 
 def machine_from(asked: MachineSettings) -> MachineSpec:
