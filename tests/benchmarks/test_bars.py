@@ -17,7 +17,7 @@ from scheduler.core.step_plan import StepPlan
 from scheduler.planning.choose_order import AUTO, PlannedOrder, plan_order
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.simulation.virtual_time import Simulation, simulate
-from wrappers.cli.bench.captured_steps import captured
+from wrappers.cli.bench.kernels import captured
 
 CONFIG = GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 BOUNDLESS = 1 << 50

@@ -11,7 +11,7 @@ from support.bounds import bound, evict, jobs, schedules
 
 from scheduler.planning.orders import candidates
 from wrappers.cli import main
-from wrappers.cli.bench.captured_steps import captured
+from wrappers.cli.bench.kernels import captured
 
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SCRIPTS = {

@@ -9,8 +9,7 @@ import pytest
 
 from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
 from wrappers.cli import main
-from wrappers.cli.bench.captured_steps import captured
-from wrappers.cli.bench.kernels import _summed, kinds_of, moved_bytes
+from wrappers.cli.bench.kernels import _summed, captured, kinds_of, moved_bytes
 
 SMALL = ["bench", "kernels", "--model=tiny", "--seq-len=32", "--batch=2", "--repeats=1"]
 

@@ -84,48 +84,34 @@ def adam(
     step, shrink = number(lr / correction1), number(1.0 / math.sqrt(correction2))
     penalty = number(0.0 if decoupled else weight_decay)
     keep = number(1.0 - lr * weight_decay if decoupled else 1.0)
+    numbers = (*map(number, (beta1, beta2, 1.0 - beta1, 1.0 - beta2, eps)), step, shrink, keep, factor, penalty)
     if single(target, grad, m, v):
         from .numba import loops
 
-        numbers = (*map(number, (beta1, beta2, 1.0 - beta1, 1.0 - beta2, eps)), step, shrink, keep, factor, penalty)
         loops.adam(*(tile.reshape(-1) for tile in (target, grad, m, v)), *numbers)
     else:
-        _adam_in_pieces(target, grad, m, v, rest, beta1, beta2, number(eps), step, shrink, keep, factor, penalty)
+        _adam_in_pieces(target, grad, m, v, rest, numbers)
     if weights is not None:
         np.copyto(param, weights, casting="unsafe")
 
 
-def _adam_in_pieces(
-    target: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    rest: tuple[Array, ...],
-    beta1: float,
-    beta2: float,
-    eps: Any,
-    step: Any,
-    shrink: Any,
-    keep: Any,
-    factor: Any,
-    penalty: Any,
-) -> None:
-    """Compute the update with NumPy, piece by piece."""
-    number = target.dtype.type
+def _adam_in_pieces(target: Array, grad: Array, m: Array, v: Array, rest: tuple[Array, ...], numbers: tuple[Any, ...]) -> None:
+    """Compute the update with NumPy, piece by piece; `numbers` are the last arguments of `loops.adam`."""
+    beta1, beta2, rest1, rest2, eps, step, shrink, keep, factor, penalty = numbers
     work = _work(target, rest, bool(penalty) and (factor != 1 or grad.dtype != target.dtype))
     for p, raw, mean, square in pieces(target, grad, m, v, nbytes=work[0].nbytes):
         u, *spare = work[:, : p.size]
         g = _gradient(p, raw, factor, penalty, u, *spare)
         if spare:
             (u,) = spare
-        mean *= number(beta1)
-        np.multiply(g, number(1.0 - beta1), out=u)
+        mean *= beta1
+        np.multiply(g, rest1, out=u)
         mean += u
         if not spare:
             g = _gradient(p, raw, factor, penalty, u)  # recomputed: cheaper than keeping it, which would halve the pieces
-        square *= number(beta2)
+        square *= beta2
         np.multiply(g, g, out=u)
-        u *= number(1.0 - beta2)
+        u *= rest2
         square += u
         np.sqrt(square, out=u)
         u *= shrink

@@ -20,7 +20,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
-    from scheduler.machine import RecordedTask
+    from nntask.config import TrainSettings
+    from nntask.models import ModelConfig
+    from scheduler.machine import RecordedTask, StepPlan
 
 COLD_BYTES: Final = 96 << 20
 """Least bytes of the arrays of one kind of task, all sets together: more than the last cache of most machines."""
@@ -90,7 +92,6 @@ def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
     from nntask.config import ModelSettings, TilingSettings, TrainSettings, check_values
 
     from ..options.sources import model_config
-    from .captured_steps import captured
 
     if settings.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {settings.repeats}; use --repeats 5")
@@ -123,6 +124,26 @@ def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
         **_summed(kinds, peak, bandwidth),
     }
     return figures, list(_lines(figures))
+
+
+def captured(settings: TrainSettings, config: ModelConfig | None = None) -> StepPlan:
+    """Return the step that `nntask train` would record with these settings.
+
+    Args:
+        settings: settings of the run.
+        config: config of the model; None for the preset that the settings name.
+
+    Raises:
+        UsageError: a rule of `nntask train` is broken.
+    """
+    from nntask.config import resolve
+    from nntask.hardware import devices_of
+    from nntask.planning import capture
+
+    from ..options.sources import model_config
+
+    config = model_config(settings) if config is None else config
+    return capture(resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))).plan
 
 
 def kinds_of(tasks: Sequence[RecordedTask]) -> list[_Kind]:

@@ -68,8 +68,9 @@ def get(
     if runtime is not None:
         return runtime.get(dsk, keys, cache, num_workers, pool, **options)
     made = GraphRuntime()
+    made.counts_results = False
     try:
-        return made.compute(dsk, keys, cache, num_workers, pool, counts_results=False, **options)
+        return made.get(dsk, keys, cache, num_workers, pool, **options)
     finally:
         made.close()
 
@@ -86,7 +87,12 @@ class GraphRuntime:
         UsageError: a size cannot be parsed or is not positive, or there are no workers.
         DoesNotFit: the budget is above the memory limit of this process.
         OSError: the directory cannot be created or written.
+
+    Attributes:
+        counts_results: whether returned values still count against the budget.
     """
+
+    counts_results = True
 
     def __init__(self, ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> None:
         nbytes = parse_size(ram, "ram") if isinstance(ram, str) else ram
@@ -115,24 +121,11 @@ class GraphRuntime:
         cache: Mapping[Any, Any] | None = None,
         num_workers: int | None = None,
         pool: Executor | Pool | None = None,
-        **options: Any,
-    ) -> Any:
-        """Run `get` within these budgets. The returned values count against the budget until the program drops them."""
-        return self.compute(dsk, keys, cache, num_workers, pool, counts_results=True, **options)
-
-    def compute(
-        self,
-        dsk: Any,
-        keys: Any,
-        cache: Mapping[Any, Any] | None,
-        num_workers: int | None,
-        pool: Executor | Pool | None,
         *,
-        counts_results: bool,
         callbacks: Any = None,
         rerun_exceptions_locally: bool | None = None,
     ) -> Any:
-        """Compute like `get`; `counts_results` is whether returned values still count against the budget."""
+        """Run `get` within these budgets. The returned values count against the budget until the program drops them."""
         cache = cache if cache is not None else config.get("cache", None) or {}
         with local_callbacks(callbacks) as active:
             observers = Observers(active)
@@ -150,15 +143,13 @@ class GraphRuntime:
                     count = min(count, len(plan.nodes))
                     run = GraphRun(self._store, plan, count, observers, first, is_nested=threading.get_ident() in self._store.threads)
                     self._store.clients.add(run)
-                values = self._carry_out(run, submit, count, counts_results, rerun_exceptions_locally)
+                values = self._carry_out(run, submit, count, rerun_exceptions_locally)
                 failed = False
             finally:
                 observers.finish(failed=failed)
         return nested(keys, {**plan.data, **values})
 
-    def _carry_out(
-        self, run: GraphRun, submit: Callable[[Callable[[], None]], Any], count: int, counts_results: bool, rerun: bool | None
-    ) -> dict[Any, Any]:
+    def _carry_out(self, run: GraphRun, submit: Callable[[Callable[[], None]], Any], count: int, rerun: bool | None) -> dict[Any, Any]:
         """Run a graph on worker threads, and return the requested values by key."""
         context = contextvars.copy_context()
         context.run(_current.set, self)
@@ -170,7 +161,7 @@ class GraphRuntime:
                 if run.failed is not None and (config.get("rerun_exceptions_locally", False) if rerun is None else rerun):
                     evaluate(*run.failed)
                 raise run.error
-            return run.results(self._store.hand_over if counts_results and self._store.failure is None else None)
+            return run.results(self._store.hand_over if self.counts_results and self._store.failure is None else None)
         except BaseException as error:
             run.stop(error)
             raise
