@@ -104,13 +104,6 @@ class RecordingRuntime(TaskRuntime):
     def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> HandleRecord:
         return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
 
-    def handle(self, nbytes: int, view: View, **options: Any) -> Handle:
-        """Register data as described at `TaskRuntime.handle`, and note the handle if a step is being recorded."""
-        handle = super().handle(nbytes, view, **options)
-        if self._recorder is not None:
-            self._recorder.enter_handle(handle)
-        return handle
-
     def clone_record(self, record: HandleRecord) -> HandleRecord:
         """Return a new record with the properties of `record`, without replicas."""
         number = HandleId(next(self._handle_ids))
@@ -121,11 +114,12 @@ class RecordingRuntime(TaskRuntime):
         """Capture the tasks of the block. The recording neither begins nor ends with partial sums."""
         self._combine_all()
         self._recorder = Recorder(self)
+        self._note_handle = self._recorder.enter_handle
         try:
             yield self._recorder
             self._combine_all()
         finally:
-            self._recorder = None
+            self._recorder = self._note_handle = None
 
     @property
     def recording(self) -> bool:

@@ -99,6 +99,7 @@ class TaskRuntime(abc.ABC):
             raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
         self.lanes = lanes
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._note_handle: Callable[[Handle], None] | None = None  # called with each new handle while a step is recorded
         self.current_block: int | None = None
         self._num_blocks = 0
 
@@ -114,7 +115,10 @@ class TaskRuntime(abc.ABC):
     ) -> Handle:
         """Register data of `nbytes` bytes; memory is allocated when the first task writes it, in an `InlineRuntime` at once."""
         record = self._record(nbytes, view, name, kind, data_class)
-        return Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        if self._note_handle is not None:
+            self._note_handle(handle)
+        return handle
 
     @abc.abstractmethod
     def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
