@@ -30,7 +30,7 @@ DEFAULT_SHARE: Final = 0.9
 
 
 class CudaCards:
-    """Source of GPUs: those that CUDA shows."""
+    """Source of GPUs: those of this machine that CUDA shows."""
 
     @staticmethod
     @cache
