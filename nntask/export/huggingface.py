@@ -73,11 +73,20 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
         UsageError: `path` exists and `force` is false, it holds files that are not of an exported model, it overlaps the checkpoint or the frozen
             base weights of its adapters, or it cannot be written.
     """
+    check_apart_from(path, source)
+    check_replaceable(path, force=force)
+
+
+def check_apart_from(path: Path, source: Checkpoint) -> None:
+    """Check that a target neither overlaps a checkpoint nor the frozen base weights of its adapters.
+
+    Raises:
+        UsageError: it overlaps one of them.
+    """
     check_apart(path, source.path, "the checkpoint that is exported")
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: a path that does not exist is protected as well
     if base is not None and base.path:
         check_apart(path, Path(base.path), "the frozen weights of the adapters")
-    check_replaceable(path, force=force)
 
 
 def check_apart(path: Path, source: Path, what: str = "the source") -> None:

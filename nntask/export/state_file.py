@@ -6,12 +6,12 @@ from math import prod
 from pathlib import Path
 from typing import Final, Literal
 
-from ..checkpoints.store import MODEL, OPTIMIZER, Checkpoint
+from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
 from ..errors import DataError, StorageError, UsageError
 from ..io.atomic_write import written_aside
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.writable import check_writable
-from .huggingface import Exported, as_stored, new_file, pieces
+from .huggingface import Exported, as_stored, check_apart_from, new_file, pieces
 
 _FILES: Final = {"weights": MODEL, "optimizer": OPTIMIZER}
 
@@ -20,8 +20,10 @@ def check_state_file(path: Path, *, force: bool) -> None:
     """Check that a file may be written to `path`, without creating it.
 
     Raises:
-        UsageError: the path exists and `force` is false, it is not a safetensors file, or it cannot be written.
+        UsageError: the path exists and `force` is false, it is not a safetensors file, it lies in a checkpoint, or it cannot be written.
     """
+    if (path.parent / STATE).exists():
+        raise UsageError(f"{path} lies in a checkpoint, which nothing but training writes; name a file elsewhere")
     if path.exists():
         if not force:
             raise UsageError(f"{path} exists; name another file, or replace it with --force")
@@ -43,11 +45,12 @@ def export_state(source: Checkpoint, path: Path, *, content: Literal["weights", 
         force: whether to replace an existing safetensors file.
 
     Raises:
-        UsageError: `check_state_file` refuses the file, or a value is too large for `dtype`.
+        UsageError: `check_state_file` or `check_apart_from` refuses the file, or a value is too large for `dtype`.
         DataError: the checkpoint is broken.
         Diverged: a value is not finite.
         StorageError: the disk is full or failed; an existing file is kept.
     """
+    check_apart_from(path, source)
     check_state_file(path, force=force)
     source.verify(_FILES[content])
     with TensorFile(source.path / _FILES[content]) as file:

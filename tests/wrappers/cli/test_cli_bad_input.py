@@ -180,6 +180,25 @@ def test_own_results_are_overwritten_with_force(here, capsys):
     assert (here / "x.safetensors").read_text() == "mine"
 
 
+def test_no_export_writes_over_what_it_reads(here, capsys):
+    """Neither over the checkpoint, nor over another one of the run, nor over the frozen weights of adapters, in any format and with --force."""
+    assert main([*BASE, "--steps=2", "--save-every=1", "--run-dir=a"]) == 0
+    assert main(["export", "a", "w.safetensors", "--format=weights"]) == 0
+    assert main([*BASE, "--train=lora:2", "--init-from=w.safetensors", "--run-dir=b"]) == 0
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    step = "a/checkpoints/step-000002"
+    cases = [
+        *(f"a {place}/{part}.safetensors --format=weights" for place in (step, f"{step[:-1]}1", "a/latest") for part in ("model", "optimizer")),
+        f"a {step}/model.safetensors --format=optimizer",
+        *("b w.safetensors --format=weights", "b w.safetensors --format=optimizer", f"a {step}", f"b {here}", f"a {step}/x.gguf --format=gguf"),
+    ]
+    for case in cases:
+        assert main(["export", *case.split(), "--force"]) == 2, case
+        assert capsys.readouterr().err.count("\n") == 1
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize("name", ["train.bin", "train.bin.json", "tokenizer.json", "tokenizer.crc32"])
 def test_a_broken_cache_is_made_again(here, capsys, name):
     """One line names the file; the run has the losses of the first, and the cache its bytes."""
