@@ -24,7 +24,7 @@ from .settings import (
 )
 from .tile_sizes import open_tiles, retiled
 from .units import LARGEST, format_least, format_size, is_size, parse_rate, parse_size
-from .validation import check_most, check_prompt, check_values, checked_length, trace_range
+from .validation import check_most, check_prompt, check_values, checked_length, step_range
 
 __all__ = [
     "EXPERT",
@@ -75,7 +75,7 @@ __all__ = [
     "resolve_untiled",
     "retiled",
     "sized",
-    "trace_range",
+    "step_range",
     "translated",
     "typed",
     "unknown_variables",

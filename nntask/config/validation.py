@@ -79,7 +79,7 @@ _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|tur
 _CALLS: Final = r"[\w.]+( and \d+)?"  # in a PyTorch model, a task of several operations is named after one of them: "mm and 2"
 _OPERATION: Final = rf"{_CALLS}(\[\d+\])?(>{_CALLS}(\+{_CALLS})*)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
 _RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
-_TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
+_STEP_RANGE: Final = re.compile(r"(\d+):(\d+)")
 
 
 def check_prompt(prompt: str) -> None:
@@ -235,17 +235,29 @@ def check_rank(settings: TrainSettings, limit: int) -> None:
         )
 
 
-def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:
-    """Return the first and last step of A:B; None for "all" and for no text.
+def trace_range(text: str) -> tuple[int, int] | None:
+    """Return the first and last step of a value of --trace-steps; None for "all" and for no text.
 
     Raises:
         UsageError: the text is neither "all" nor A:B with 1 <= A <= B.
     """
-    if text in ("", "all"):
-        return None
-    match = _TRACE_STEPS.fullmatch(text)
+    return None if text in ("", "all") else step_range(text, "--trace-steps", "all, or ")
+
+
+def step_range(text: str, flag: str, others: str = "") -> tuple[int, int]:
+    """Return the first and last step of A:B.
+
+    Args:
+        text: value of the flag.
+        flag: flag with its dashes, for messages.
+        others: other values that the flag takes, as the beginning of its rule.
+
+    Raises:
+        UsageError: the text is not A:B with 1 <= A <= B.
+    """
+    match = _STEP_RANGE.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"{flag} must be all, or A:B with 1 <= A <= B, got {text!r}; for example 10:12")
+        raise UsageError(f"{flag} must be {others}A:B with 1 <= A <= B, got {text!r}; for example 10:12")
     return int(match[1]), int(match[2])
 
 

@@ -11,14 +11,14 @@ from ..options.help import parse
 
 @dataclass(frozen=True, slots=True)
 class ReportSettings:
-    """Draw a run: its steps, memory, links, workers, codelets, and how far it is from its bounds."""
+    """Draw a run as one HTML page: its steps, memory, links, workers, codelets, and its distance from the lower bounds."""
 
     output: str = ""
-    """the HTML file (default RUN/report.html)"""
+    """HTML file to write (default: RUN/report.html)"""
     trace: str = ""
-    """a trace of the run, instead of the one that it has"""
+    """trace file to draw instead of the run's own"""
     steps: str = ""
-    """A:B, the traced steps to draw, both included (default: as many of the first ones as the page has room for)"""
+    """traced steps A:B to draw, both included (default: the first ones, as many as fit on the page)"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,11 +30,11 @@ def run(argv: Sequence[str]) -> int:
         StorageError: the disk is full or failed.
     """
     from nntask import StorageError, UsageError
-    from nntask.config import trace_range
+    from nntask.config import step_range
     from nntask.io import check_writable, written_aside
 
     settings, words = parse(ReportSettings, argv, "nntask report", words=("RUN",))
-    steps = trace_range(settings.steps, "--steps")
+    steps = step_range(settings.steps, "--steps") if settings.steps else None
     directory = Path(words[0])
     target = Path(settings.output) if settings.output else directory / "report.html"
     from wrappers.report.figures import traced_steps
