@@ -1,5 +1,6 @@
 """Flags as text: the command line, TOML and the environment accept and refuse the same things."""
 
+import importlib
 import itertools
 import os
 import re
@@ -12,7 +13,7 @@ from nntask.config.settings import EXPERT, SUFFIXES, TrainSettings, typed
 from nntask.config.toml import to_toml
 from nntask.config.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.errors import UsageError
-from wrappers.cli import main
+from wrappers.cli import COMMANDS, main
 from wrappers.cli.options.flags import build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
@@ -55,6 +56,38 @@ def test_every_part_has_a_flag():
         flag = name.replace("_", "-")
         with pytest.raises(UsageError, match=f"--{flag} 3 is now the second part of another flag; use --{suffix.flag.replace('_', '-')} "):
             scan([f"--{flag}=3"], TABLE)
+
+
+PREFIXES = {"data": "prepare"}
+"""Command -> beginning of the name of its dataclass of flags, if that is another."""
+
+
+def tables():
+    """Name of a command -> its flags; the dataclass of flags is that of the command's module."""
+    for command in COMMANDS:
+        module = importlib.import_module(".bench" if command == "bench" else f".commands.{command}", "wrappers.cli")
+        if command == "bench":
+            homes = {name: (importlib.import_module(f".{name}", module.__name__), name_of) for name, name_of in module.BENCHMARKS.items()}
+            yield from ((f"bench {name}", table_of(getattr(home, settings))) for name, (home, settings) in homes.items())
+            continue
+        named = f"{PREFIXES.get(command, command).title()}{'Help' if command in ('train', 'plan') else 'Settings'}"
+        train = {"train": TABLE, "plan": TABLE}.get(command, {})
+        yield command, {**{name: flag for name, flag in table_of(getattr(module, named)).items() if flag.group != "train"}, **train}
+
+
+@pytest.mark.parametrize(("command", "table"), list(tables()), ids=lambda each: each if isinstance(each, str) else "")
+def test_every_flag_of_every_command_takes_its_example(command, table):
+    """Joined or as two words; a setting that is the second part of another flag of the same command is typed there."""
+    assert table
+    for name, flag in table.items():
+        suffix = SUFFIXES.get(flag.field)
+        if suffix is not None and suffix.flag.replace("_", "-") in table:
+            continue
+        for words in ([f"--{name}={flag.example}"], [f"--{name}", flag.example]):
+            if flag.value_type is not bool:
+                assert scan(words, table)[0] == {name: flag.convert(flag.example, name)}, f"nntask {command} {words}"
+        if flag.value_type is bool:
+            assert [scan([word], table)[0] for word in (f"--{name}", f"--no-{name}")] == [{name: True}, {name: False}]
 
 
 def test_resume_alone_means_auto():
