@@ -3,7 +3,7 @@ from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
 from .init_from import brings_config, checkpoint_at, model_directory
 from .objective import image_shape, with_head
-from .old_settings import INSTEAD, OLD_SETTINGS, lost, translated
+from .old_settings import OLD_SETTINGS, instead, lost, translated
 from .resolution import TINY, model_spec, resolve, resolve_untiled, sized
 from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
@@ -28,7 +28,6 @@ from .validation import check_most, check_prompt, check_values, checked_length, 
 
 __all__ = [
     "EXPERT",
-    "INSTEAD",
     "LARGEST",
     "OLD_SETTINGS",
     "SUFFIXES",
@@ -64,6 +63,7 @@ __all__ = [
     "from_dict",
     "has_size",
     "image_shape",
+    "instead",
     "is_size",
     "lost",
     "model_directory",

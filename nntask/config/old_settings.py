@@ -30,11 +30,11 @@ class Old(NamedTuple):
 
 _OLD: Final[Mapping[str, Old]] = {
     "fp32_fast_tf32": Old(bool, False, "use --dtype tf32"),
-    "flashattention": Old(bool, True, "drop it, since --attention flash is the default"),
+    "flashattention": Old(bool, True, "use --attention stored"),
     "gpu_attention": Old(Literal["own", "cudnn", "auto"], "own", "use --attention flash, cudnn or auto"),
     "redux": Old(bool, False, "use --lanes 4"),
     "start_lr": Old(float, 0.0, "use --warmup-start-lr"),
-    "full_lr_iter": Old(int, 1, "use --warmup-steps, with --warmup-start-lr for the learning rate of step 1"),
+    "full_lr_iter": Old(int, 1, "use --warmup-steps, and --warmup-start-lr for the learning rate of step 1, which was 0 by default"),
     "loss_reduction": Old(Literal["mean", "sum"], "mean", f"drop it, since losses are means, or for printed sums {_EXAMPLE}"),
     "nepochs_warmup": Old(int, 0, "add its passes to --nepochs"),
     "nforward": Old(int, 0, f"for timed loops {_EXAMPLE}"),
@@ -52,12 +52,31 @@ _OLD: Final[Mapping[str, Old]] = {
 }
 OLD_SETTINGS: Final[Mapping[str, Any]] = {name: old.kind for name, old in _OLD.items()}
 """Name of an old setting -> type of its values."""
-INSTEAD: Final[Mapping[str, str]] = {
-    **{name.replace("_", "-"): old.instead for name, old in _OLD.items()},
-    "no-flashattention": "use --attention stored",
-}
-"""Removed flag without dashes -> what to type instead, as the end of a sentence."""
+_WORDS: Final = {"1": "true", "yes": "true", "0": "false", "no": "false"}
+"""Other words for the two values of a switch."""
 _LOST: Final = ("loss_reduction", "nforward", "nforward_warmup", "nbackward", "nbackward_warmup", "strict", "save_checkpoint", "save_optimizer")
+
+
+def instead(name: str, text: str | None) -> str | None:
+    """Return what to type instead of a removed flag, as the end of a sentence; None for other names.
+
+    Args:
+        name: flag without dashes, perhaps with no- before the name of a switch.
+        text: its value; None if it has none.
+    """
+    positive = name.removeprefix("no-")
+    old = _OLD.get(positive.replace("-", "_"))
+    if old is None or (name != positive and old.kind is not bool):
+        return None
+    if old.kind is bool:
+        word = (text or "true").lower()
+        text = "false" if name != positive else _WORDS.get(word, word)
+    return "drop it" if text in _words_of(old.without_effect) else old.instead
+
+
+def _words_of(value: Any) -> tuple[str, ...]:
+    """Return the usual words for the value of a setting."""
+    return (str(value).lower(), f"{value:g}") if isinstance(value, (int, float)) and not isinstance(value, bool) else (str(value).lower(),)
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -274,20 +274,28 @@ EXPERT: Final = frozenset(
 
 
 class Suffix(NamedTuple):
-    """Place of a setting in the value of another setting's flag: ``--FLAG VALUE SEPARATOR PART``."""
+    """Place of a setting in the value of another setting's flag: ``--FLAG VALUE SEPARATOR PART``.
+
+    Args:
+        flag: setting whose flag it is.
+        separator: text between the value and the part.
+        name: word for the part in messages.
+        example: value of the flag that may have the part.
+    """
 
     flag: str
     separator: str
     name: str
+    example: str
 
 
 SUFFIXES: Final[Mapping[str, Suffix]] = {
-    "sim_bandwidth": Suffix("sim_gpu", "@", "RATE"),
-    "split_gpu": Suffix("ngpu", "x", "PARTS"),
-    "link_bandwidth": Suffix("transport", "@", "RATE"),
-    "trace": Suffix("trace_steps", "@", "FILE"),
-    "tile_table": Suffix("auto_tile", "@", "FILE"),
-    "mask_probability": Suffix("objective", ":", "SHARE"),
+    "sim_bandwidth": Suffix("sim_gpu", "@", "RATE", "1"),
+    "split_gpu": Suffix("ngpu", "x", "PARTS", "1"),
+    "link_bandwidth": Suffix("transport", "@", "RATE", "dask"),
+    "trace": Suffix("trace_steps", "@", "FILE", "all"),
+    "tile_table": Suffix("auto_tile", "@", "FILE", "table"),
+    "mask_probability": Suffix("objective", ":", "SHARE", "masked"),
 }
 """Settings without a flag of their own."""
 

@@ -24,7 +24,6 @@ from ..io.regular_file import read_text
 from ..models.interface import ModelConfig
 from .model_tiling import ModelTiling
 
-FLAG: Final = "--auto-tile"
 _ROWS: Final = "tiling"
 
 
@@ -55,13 +54,13 @@ def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
         content = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise DataError(f"{FLAG} @{path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured") from None
+        raise DataError(f"the tile table {path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured@FILE") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise DataError(f"{FLAG} @{path} is not a TOML file: {error}; correct it, or give another file") from None
+        raise DataError(f"the tile table {path} is not a TOML file: {error}; correct it, or give another file") from None
     rows = content.pop(_ROWS, [])
     if content or not isinstance(rows, list):
-        raise DataError(f"{FLAG} @{path} must hold [[{_ROWS}]] rows and nothing else, got {', '.join(content) or _ROWS}; give another file")
-    return dict(_row(row, f"{FLAG} @{path}, row {number}") for number, row in enumerate(rows, 1))
+        raise DataError(f"the tile table {path} must hold [[{_ROWS}]] rows and nothing else, got {', '.join(content) or _ROWS}; give another file")
+    return dict(_row(row, f"the tile table {path}, row {number}") for number, row in enumerate(rows, 1))
 
 
 def _row(row: Any, source: str) -> tuple[Shape, ModelTiling]:
@@ -100,4 +99,4 @@ def add_row(path: str | Path, shape: Shape, tiling: ModelTiling) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, "\n".join(lines) + "\n")
     except OSError as error:
-        raise StorageError(f"{FLAG} @{path} cannot be written: {error.strerror or error}; name another file") from error
+        raise StorageError(f"the tile table {path} cannot be written: {error.strerror or error}; name another file") from error

@@ -38,7 +38,7 @@ from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
 from ..io.writable import check_writable
 from ..planning.memory_fit import capture, least_needs, no_collections
 from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits
-from ..tiling.tile_table import FLAG, add_row, read_table, shape_of
+from ..tiling.tile_table import add_row, read_table, shape_of
 from .signals import Interrupts
 
 LAYERS: Final = 2
@@ -99,7 +99,7 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
         return run
     table = run.tiles.table
     if table:
-        check_writable(Path(table), FLAG)
+        check_writable(Path(table), "the tile table")
         if Path(table).exists():
             read_table(table)
     open_dataset(run.data, say)  # report broken data before the search rather than after it

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.deadline import DEADLINE
 
-from nntask.config.old_settings import INSTEAD
+from nntask.config.old_settings import OLD_SETTINGS
 from nntask.config.settings import ModelSettings, TrainSettings
 from nntask.models.registry import PRESETS
 from wrappers.cli import COMMANDS
@@ -148,7 +148,9 @@ def test_flags_exist(page: Path) -> None:
         *OWN_FLAGS,
         *OTHER_FLAGS,
         "config",
-        *({*INSTEAD, *ELSEWHERE} if page.name == "from-nntile.md" else ()),  # the page says what becomes of them
+        *(
+            {*(name.replace("_", "-") for name in OLD_SETTINGS), *ELSEWHERE} if page.name == "from-nntile.md" else ()
+        ),  # the page says what becomes of them
     }
     shell = " ".join(re.findall(r"`[^`]+`|```(?:sh|text)?\n.*?```", page.read_text(), re.DOTALL))
     named = {flag.removeprefix("no-") if flag.removeprefix("no-") in known else flag for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", shell)}

@@ -132,13 +132,13 @@ def test_ctrl_c_ends_the_search(here):
     ("argv", "code", "message"),
     [
         (["--auto-tile=measure"], 2, "--auto-tile must be one of table, measured, got 'measure'; did you mean measured?"),
-        (["--auto-tile=table@none.toml"], 4, "--auto-tile @none.toml cannot be read"),
-        (["--auto-tile=table@small.json"], 4, "--auto-tile @small.json is not a TOML file"),
+        (["--auto-tile=table@none.toml"], 4, "the tile table none.toml cannot be read"),
+        (["--auto-tile=table@small.json"], 4, "the tile table small.json is not a TOML file"),
         (["--auto-tile=table@keys.toml"], 4, "row 1 must have the keys n_embd, n_inner"),
         (["--auto-tile=measured@keys.toml"], 4, "row 1 must have the keys n_embd, n_inner"),
         (["--auto-tile=table@other.toml"], 4, "must hold [[tiling]] rows and nothing else, got x"),
-        (["--auto-tile=measured@text"], 4, "--auto-tile @text"),
-        (["--auto-tile=measured@small.json/x"], 2, "--auto-tile small.json/x cannot be written"),
+        (["--auto-tile=measured@text"], 4, "the tile table text"),
+        (["--auto-tile=measured@small.json/x"], 2, "the tile table small.json/x cannot be written"),
     ],
 )
 def test_bad_input(here, capsys, argv, code, message):

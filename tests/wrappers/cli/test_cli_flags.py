@@ -8,13 +8,16 @@ import re
 import pytest
 
 from nntask.config.environment import flags_from, unknown_variables
-from nntask.config.old_settings import INSTEAD
+from nntask.config.old_settings import OLD_SETTINGS
+from nntask.config.resolution import filled
 from nntask.config.settings import EXPERT, SUFFIXES, TrainSettings, typed
 from nntask.config.toml import to_toml
 from nntask.config.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.errors import UsageError
+from nntask.models.registry import PRESETS
 from wrappers.cli import COMMANDS, main
 from wrappers.cli.options.flags import build, from_toml, merge, scan, table_of
+from wrappers.cli.options.sources import request
 
 TABLE = table_of(TrainSettings)
 
@@ -113,6 +116,7 @@ def test_resume_alone_means_auto():
         (["--graphs=maybe"], "--graphs must be true or false"),
         (["--optimizer=fusedadamw"], "--optimizer must be one of adamw, adam, sgd, got 'fusedadamw'; use adamw, which is the same"),
         (["--no-flashattention"], "--no-flashattention was removed; use --attention stored"),
+        (["--no-nforward"], "unknown flag --no-nforward; "),
         (["--batch"], "--batch needs a value"),
         (["8"], "unexpected word '8'"),
         (["--logger"], "--logger is not offered: --report-to tensorboard"),
@@ -126,15 +130,92 @@ def test_mistakes_get_one_sentence(argv, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", list(INSTEAD))
+SWITCHES = [name for name, kind in OLD_SETTINGS.items() if kind is bool]
+
+
+@pytest.mark.parametrize("name", list(OLD_SETTINGS))
 def test_a_removed_flag_is_answered_with_its_replacement(name, capsys):
     """Exit code 2, the flag with its value, and what to type instead; no old flag is a flag, and no named one is missing."""
-    assert name not in TABLE
-    assert main(["train", f"--{name}=1"]) == 2
+    flag = name.replace("_", "-")
+    assert flag not in TABLE
+    word = f"--no-{flag}" if name == "flashattention" else f"--{flag}" if name in SWITCHES else f"--{flag}=3"
+    assert main(["train", word]) == 2
     err = capsys.readouterr().err
-    assert err == f"nntask: --{name}=1 was removed; {INSTEAD[name]}\n"
-    named = {word.rstrip(",") for word in re.findall(r"--([a-z][\w-]*)", INSTEAD[name])}
-    assert named <= {*TABLE, "format"}
+    assert err.startswith(f"nntask: {word} was removed; ")
+    assert not err.endswith("; drop it\n")
+    assert {found.rstrip(",") for found in re.findall(r"--([a-z][\w-]*)", err)} <= {*TABLE, "format", word.removeprefix("--").partition("=")[0]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--no-redux", "--no-fp32-fast-tf32", "--no-strict", "--flashattention", "--redux=false", "--start-lr=0", "--start-lr=0.0", "--nforward 0"]
+    + ["--full_lr_iter=1", "--loss-reduction=mean", "--restrict none", "--gpu-attention=own", "--save-checkpoint=", "--save-optimizer-dtype=fp32"],
+)
+def test_a_removed_flag_that_asks_for_nothing_is_dropped(words):
+    """Its replacement would ask for something."""
+    with pytest.raises(UsageError, match="was removed; drop it$"):
+        scan(words.split(), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sim-bandwidth", "8GB/s"),
+        ("split-gpu", 2),
+        ("link-bandwidth", "1MB"),
+        ("trace", "x.json"),
+        ("tile-table", "x.toml"),
+        ("mask-probability", 0.2),
+    ],
+)
+def test_the_replacement_of_a_part_is_accepted(name, value):
+    """As it is printed; it sets the part to the value that was typed."""
+    with pytest.raises(UsageError) as error:
+        scan([f"--{name}", str(value)], TABLE)
+    values, _ = scan(str(error.value).partition("; use ")[2].split(), TABLE)
+    assert values[name] == value
+    model = "bert-tiny" if name == "mask-probability" else "tiny"
+    more = {"dask": "local:2", "lanes": 2} if name == "link-bandwidth" else {}
+    filled(build(TrainSettings(), {**values, **more, "model": model}, TABLE), PRESETS[model])
+
+
+@pytest.mark.parametrize(
+    "words", ["--sim-gpu=2@", "--ngpu=1x", "--transport dask@", "--trace-steps=2:3@", "--auto-tile=table@", "--objective=masked:"]
+)
+def test_an_empty_part_is_refused(words):
+    """The message names the part, and ends with what to do."""
+    flag = words.removeprefix("--").replace(" ", "=").partition("=")[0].replace("-", "_")
+    (suffix,) = (each for each in SUFFIXES.values() if each.flag == flag)
+    with pytest.raises(UsageError, match=rf"lacks {suffix.name} at its end; add it, or drop {suffix.separator}$"):
+        scan(words.split(), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "values"),
+    [
+        ('objective = "masked:0.3"', "--objective causal", {"objective": "causal"}),
+        ('sim_gpu = "2@8GB/s"', "--sim-gpu 0", {"sim-gpu": 0}),
+        ("ngpu = 2\nsplit_gpu = 2", "--ngpu=1", {"ngpu": 1}),
+        ('transport = "dask@1MB"', "--transport=nccl", {"transport": "nccl"}),
+        ('trace_steps = "2:3@a.json"', "--trace-steps=all", {"trace-steps": "all"}),
+        ('auto_tile = "table@a.toml"', "--auto-tile=table@b.toml", {"auto-tile": "table", "tile-table": "b.toml"}),
+        ('sim_gpu = "2@8GB/s"', "--ncpu=1", {"sim-gpu": 2, "sim-bandwidth": "8GB/s", "ncpu": 1}),
+    ],
+)
+def test_a_flag_without_its_part_resets_the_part(file, words, values):
+    """A typed flag is stronger than all of the file's value."""
+    assert merge(from_toml(file, "x.toml", TABLE), scan(words.split(), TABLE)[0]) == values
+
+
+def test_errors_name_what_was_set():
+    """A part that an environment variable has set is named by the variable, also in an error that begins with the part."""
+    for environ, words in (
+        ({"NNTASK_SIM_BANDWIDTH": "fast"}, "NNTASK_SIM_BANDWIDTH must be bytes"),
+        ({"NNTASK_SPLIT_GPU": "0"}, "NNTASK_SPLIT_GPU must be"),
+    ):
+        with pytest.raises(UsageError) as error:
+            request(["--ncpu=1"], {**environ, "NNTASK_SIM_GPU": "1"})
+        assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

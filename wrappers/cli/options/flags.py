@@ -114,14 +114,21 @@ def table_of(settings: type[Any]) -> Table:
     return table
 
 
-def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
-    """Return the error for an unknown flag: its replacement, the command that has it, or the most similar flags."""
-    from nntask.config import INSTEAD, SUFFIXES
+def unknown(name: str, text: str | None, table: Mapping[str, Flag], source: str) -> UsageError:
+    """Return the error for an unknown flag: its replacement, the command that has it, or the most similar flags.
+
+    Args:
+        name: the flag without dashes.
+        text: its value; None if it has none.
+        table: the known flags.
+        source: noun phrase for the flag or key in messages.
+    """
+    from nntask.config import SUFFIXES, instead
 
     if name in ELSEWHERE:
         return UsageError(f"{source.removeprefix('flag ')} {ELSEWHERE[name]}")
-    if name in INSTEAD:
-        return UsageError(f"{source.removeprefix('flag ')} was removed; {INSTEAD[name]}")
+    if (replacement := instead(name, text)) is not None:
+        return UsageError(f"{source.removeprefix('flag ')} was removed; {replacement}")
     typed = [each for each in table if each.replace("-", "_") not in SUFFIXES]
     near = difflib.get_close_matches(name, typed, 3)
     best = [f"--{each}" for each in near if _likeness(name, each) > _likeness(name, near[0]) - 0.1]  # nearly as similar as the best
@@ -165,7 +172,7 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
 
 def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str, Any]]:
     """Yield (flag, value) of the word `token`, with its value from `rest` if it has none of its own; the value's second part has its own name."""
-    from nntask.config import INSTEAD, SUFFIXES
+    from nntask.config import SUFFIXES, instead
 
     name, equals, text = token[2:].partition("=")
     name = name.replace("_", "-")
@@ -177,9 +184,8 @@ def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str,
         return
     flag = table.get(name)
     if flag is None:
-        positive = name.removeprefix("no-")
-        old = name if name in INSTEAD else positive if positive in INSTEAD else ""
-        raise unknown(old or name, table, f"flag --{name}{equals}{text}" if old else f"flag --{name}")
+        value = text if equals else rest[0] if rest and not rest[0].startswith("--") else None
+        raise unknown(name, value, table, f"flag --{name}" + (f"{equals}{text}" if instead(name, value) else ""))
     if flag.value_type is bool and not equals:
         yield name, True
         return
@@ -193,7 +199,7 @@ def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str,
     suffix = SUFFIXES.get(flag.field)
     whole = None if suffix is None else table.get(suffix.flag.replace("_", "-"))
     if suffix is not None and whole is not None:  # a command without that flag has one of its own, such as report --trace
-        raise UsageError(f"--{name} {text} is now the second part of another flag; use --{whole.name} {whole.example}{suffix.separator}{text}")
+        raise UsageError(f"--{name} {text} is now the second part of another flag; use --{whole.name} {suffix.example}{suffix.separator}{text}")
     yield from values_of(flag, text, f"--{name}", table).items()
 
 
@@ -201,7 +207,7 @@ def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any
     """Return flag -> value for a text: the flag's own value, and the value of a second part after a separator (`nntask.config.SUFFIXES`).
 
     Raises:
-        UsageError: as in `Flag.convert`.
+        UsageError: as in `Flag.convert`, or the second part is empty.
     """
     from nntask.config import SUFFIXES
 
@@ -210,6 +216,8 @@ def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any
         second = table.get(inner.replace("_", "-"))
         if suffix.flag == flag.field and suffix.separator in text and second is not None:
             text, _, end = text.partition(suffix.separator)
+            if not end:
+                raise UsageError(f"{source} {text}{suffix.separator} lacks {suffix.name} at its end; add it, or drop {suffix.separator}")
             values[second.name] = second.convert(end, f"{suffix.name} in {source}")
     return {**values, flag.name: flag.convert(text, source)}
 
@@ -237,7 +245,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
         field, name = key.replace("-", "_"), key.replace("_", "-")
         is_old = name not in table and field in OLD_SETTINGS
         if (not is_old and name not in table) or (name == "load-optimizer" and value):  # a start from such a file cannot be translated
-            raise unknown(name, table, f"key {key!r} in {path}")
+            raise unknown(name, str(value), table, f"key {key!r} in {path}")
         if isinstance(value, (dict, list)):
             raise UsageError(f"{key} in {path} must be a single value, got {value!r}; write one")
         word = str(value).lower() if isinstance(value, bool) else str(value)
@@ -254,14 +262,19 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `lower` and `upper`; `upper` wins. If `upper` names the model in one way, the other ways in `lower` are dropped."""
-    from nntask.config import brings_config
+    """Return the values of `lower` and `upper`; `upper` wins.
+
+    If `upper` names the model in one way, the other ways in `lower` are dropped. A flag in `upper` sets its whole value: without a second part
+    (`nntask.config.SUFFIXES`), that of `lower` is dropped.
+    """
+    from nntask.config import SUFFIXES, brings_config
 
     def ways(values: Mapping[str, Any]) -> set[str]:
         named = {"model", "config-path"} & set(values)
         return named | {"init-from"} if brings_config(values.get("init-from", "")) else named
 
     dropped = ways(lower) if ways(upper) else set()
+    dropped |= {part.replace("_", "-") for part, suffix in SUFFIXES.items() if suffix.flag.replace("_", "-") in upper}
     merged = {name: value for name, value in lower.items() if name not in dropped}
     merged.update(upper)
     return merged

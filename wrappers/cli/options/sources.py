@@ -60,14 +60,17 @@ class Request:
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
     """Let an error that begins with a flag begin with the variable or key that has set the flag."""
     from nntask import NntaskError
+    from nntask.config import flag_of
 
     try:
         yield
     except NntaskError as error:
-        flag, space, rest = str(error).partition(" ")
-        if flag.removeprefix("--") not in sources:
-            raise
-        raise type(error)(sources[flag.removeprefix("--")] + space + rest) from error
+        words = str(error)
+        for name, source in sources.items():
+            flag = flag_of(name.replace("-", "_"))
+            if words.startswith(f"{flag} "):
+                raise type(error)(source + words.removeprefix(flag)) from error
+        raise
 
 
 def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
@@ -120,10 +123,12 @@ def _explicit(
     explicit: dict[str, Any] = _read_config(file, table) if file else {}
     sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
     stated = {*explicit, *typed}
+    set_by_environment: dict[str, Any] = {}
     for name, (text, variable) in flags_from(environ).items():
         stated -= {name} - typed.keys()
-        explicit |= values_of(table[name], text, variable, table)
+        set_by_environment |= values_of(table[name], text, variable, table)
         sources[name] = variable
+    explicit = merge(explicit, set_by_environment)
     for sentence in unknown_variables(environ):
         complain(sentence)
     sources = {name: source for name, source in sources.items() if name not in typed}
