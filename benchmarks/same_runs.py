@@ -109,10 +109,11 @@ def run(command: str, folder: Path, code: Path, stop_at: str) -> tuple[int, str,
 
 
 def words_of(command: str, code: Path) -> list[str]:
-    """What follows the interpreter; of a checkout where --load-checkpoint names a file of weights, that flag for it."""
+    """What follows the interpreter; for a checkout from before `old_settings`, with its flags for a file of weights and for the file of a trace."""
     words = shlex.split(command)
     if not (code / "nntask" / "config" / "old_settings.py").exists():
         words = [word.replace("--init-from=", "--load-checkpoint=") if word.endswith(".safetensors") else word for word in words]
+        words = [word.replace("--trace-steps=all@", "--trace=") for word in words]
     return [str(code / EXAMPLE), *words[1:]] if words[0] == EXAMPLE else ["-m", "nntask", *words]
 
 

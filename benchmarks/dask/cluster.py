@@ -189,7 +189,7 @@ def _overlap(arguments: argparse.Namespace, folder: Path, name: str, own: list[s
     with Alone(own, block, folder) as alone:
         computes = [alone.seconds() for _ in range(4)][1:]
         link = nbytes / (median(computes) / 2)
-        with opened_team([*own, "--link-bandwidth", f"{int(link)}B"], folder) as team:
+        with opened_team([*own, "--transport", f"dask@{int(link)}B"], folder) as team:
             sides = Sides(*team, block)
             sides.through()
             order = [(lambda: sides.through().seconds, together), (alone.seconds, computing)]

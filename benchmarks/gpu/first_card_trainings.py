@@ -123,7 +123,7 @@ def profile(here: Here, size: str, minibatch: int) -> Iterator[Check]:
     def run(graphs: str) -> dict[str, Any]:
         number = here.work.count + 1
         steps = here.steps(8)
-        flags = f"{here.sizes(16, minibatch)} --dtype=bf16 {graphs} --trace=trace{number}.json --trace-steps={steps - 1}:{steps}"
+        flags = f"{here.sizes(16, minibatch)} --dtype=bf16 {graphs} --trace-steps={steps - 1}:{steps}@trace{number}.json"
         found = here.work.train(here.config(size), flags, steps)
         events = json.loads((here.work.folder / f"trace{number}.json").read_text())["traceEvents"]
         spent: Counter[str] = Counter()
@@ -159,4 +159,4 @@ def attention(here: Here) -> Iterator[Check]:
         plan = json.loads((here.work.folder / f"run{here.work.count}" / "plan.json").read_text())
         return {**plan["gpu_attention"], "tokens/s": round(found["tokens_per_second"])}
 
-    yield "the choice of --gpu-attention auto", auto
+    yield "the choice of --attention auto", auto

@@ -91,9 +91,9 @@ def overlap(args: argparse.Namespace, disk: str) -> dict[str, Any]:
     bandwidths = {}
     for name, load in loads.items():
         guess = round(_bytes(free, load) / (SHARE * seconds))
-        found = job([*tight, f"--sim-bandwidth={guess}B", "--steps=4"], None)  # the order, and so what moves, depends on the link
+        found = job([*tight, f"--sim-gpu=1@{guess}B", "--steps=4"], None)  # the order, and so what moves, depends on the link
         bandwidths[name] = round(_bytes(found, load) / (SHARE * seconds))
-    sides = {"alone": flags, **{name: [*tight, f"--sim-bandwidth={bandwidth}B"] for name, bandwidth in bandwidths.items()}}
+    sides = {"alone": flags, **{name: [*tight, f"--sim-gpu=1@{bandwidth}B"] for name, bandwidth in bandwidths.items()}}
     runs = in_turns(sides, args.rounds)
     medians = {name: statistics.median(found["seconds"]) for name, found in runs.items()}
     rows = []

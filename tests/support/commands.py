@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nntask.config.settings import TrainSettings
 from nntask.io.sealed_json import SEAL, sealed
-from wrappers.cli import main
+from wrappers.cli import COMMANDS, main
+from wrappers.cli.options.flags import Table, table_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,3 +81,18 @@ def refuse(capsys, argv: list[str]) -> tuple[int, str]:
     assert "Traceback" not in err
     assert seconds < 2
     return code, err
+
+
+def flag_tables() -> Iterator[tuple[str, Table]]:
+    """Yield each command with its flags, which a dataclass of the command's module describes."""
+    train = table_of(TrainSettings)
+    for command in COMMANDS:
+        if command == "bench":
+            benchmarks = importlib.import_module("wrappers.cli.bench").BENCHMARKS
+            for name, settings in benchmarks.items():
+                yield f"bench {name}", table_of(getattr(importlib.import_module(f"wrappers.cli.bench.{name}"), settings))
+            continue
+        takes_train = command in ("train", "plan")
+        name = "PrepareSettings" if command == "data" else f"{command.title()}{'Help' if takes_train else 'Settings'}"
+        table = table_of(getattr(importlib.import_module(f"wrappers.cli.commands.{command}"), name))
+        yield command, {flag: each for flag, each in table.items() if each.group != "train"} | (train if takes_train else {})

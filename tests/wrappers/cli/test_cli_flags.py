@@ -1,11 +1,11 @@
 """Flags as text: the command line, TOML and the environment accept and refuse the same things."""
 
-import importlib
 import itertools
 import os
 import re
 
 import pytest
+from support.commands import flag_tables
 
 from nntask.config.environment import flags_from, unknown_variables
 from nntask.config.old_settings import OLD_SETTINGS
@@ -15,7 +15,7 @@ from nntask.config.toml import to_toml
 from nntask.config.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.errors import UsageError
 from nntask.models.registry import PRESETS
-from wrappers.cli import COMMANDS, main
+from wrappers.cli import main
 from wrappers.cli.options.flags import build, from_toml, merge, scan, table_of
 from wrappers.cli.options.sources import request
 
@@ -61,24 +61,7 @@ def test_every_part_has_a_flag():
             scan([f"--{flag}=3"], TABLE)
 
 
-PREFIXES = {"data": "prepare"}
-"""Command -> beginning of the name of its dataclass of flags, if that is another."""
-
-
-def tables():
-    """Name of a command -> its flags; the dataclass of flags is that of the command's module."""
-    for command in COMMANDS:
-        module = importlib.import_module(".bench" if command == "bench" else f".commands.{command}", "wrappers.cli")
-        if command == "bench":
-            homes = {name: (importlib.import_module(f".{name}", module.__name__), name_of) for name, name_of in module.BENCHMARKS.items()}
-            yield from ((f"bench {name}", table_of(getattr(home, settings))) for name, (home, settings) in homes.items())
-            continue
-        named = f"{PREFIXES.get(command, command).title()}{'Help' if command in ('train', 'plan') else 'Settings'}"
-        train = {"train": TABLE, "plan": TABLE}.get(command, {})
-        yield command, {**{name: flag for name, flag in table_of(getattr(module, named)).items() if flag.group != "train"}, **train}
-
-
-@pytest.mark.parametrize(("command", "table"), list(tables()), ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(("command", "table"), list(flag_tables()), ids=lambda each: each if isinstance(each, str) else "")
 def test_every_flag_of_every_command_takes_its_example(command, table):
     """Joined or as two words; a setting that is the second part of another flag of the same command is typed there."""
     assert table
@@ -148,12 +131,14 @@ def test_a_removed_flag_is_answered_with_its_replacement(name, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    ["--no-redux", "--no-fp32-fast-tf32", "--no-strict", "--flashattention", "--redux=false", "--start-lr=0", "--start-lr=0.0", "--nforward 0"]
-    + ["--full_lr_iter=1", "--loss-reduction=mean", "--restrict none", "--gpu-attention=own", "--save-checkpoint=", "--save-optimizer-dtype=fp32"],
+    [
+        *("--no-redux", "--no-fp32-fast-tf32", "--no-strict", "--flashattention", "--redux=false", "--start-lr=0", "--start-lr=0.0", "--nforward 0"),
+        *("--full_lr_iter=1", "--loss-reduction=mean", "--restrict none", "--gpu-attention=own", "--save-checkpoint=", "--save-optimizer-dtype=fp32"),
+    ],
 )
 def test_a_removed_flag_that_asks_for_nothing_is_dropped(words):
     """Its replacement would ask for something."""
-    with pytest.raises(UsageError, match="was removed; drop it$"):
+    with pytest.raises(UsageError, match=r"was removed; drop it$"):
         scan(words.split(), TABLE)
 
 
