@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
+from ..errors import UsageError
+
 _StorageDtype = Literal["fp32", "fp16", "bf16"]
 _EXAMPLE: Final = "use examples/gpt2_custom_training.py, which takes NNTile's flags"
 _EXPORT: Final = "write it from the run's checkpoint after training, with nntask export"
@@ -79,31 +81,66 @@ def _words_of(value: Any) -> tuple[str, ...]:
     return (str(value).lower(), f"{value:g}") if isinstance(value, (int, float)) and not isinstance(value, bool) else (str(value).lower(),)
 
 
-def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+def translated(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return settings by their present names.
 
     Args:
         values: present or old name of a setting -> value, of the right type.
+        source: name of their file, for messages.
+
+    Raises:
+        UsageError: an old setting contradicts another one.
     """
     asked = {name: values[name] for name, old in _OLD.items() if name in values and values[name] != old.without_effect}
+    if asked.get("full_lr_iter", 1) < 1:
+        raise UsageError(f"full_lr_iter in {source} must be at least 1, got {asked['full_lr_iter']}; the nearest legal value is 1")
     new = {name: value for name, value in values.items() if name not in _OLD}
-    if "fp32_fast_tf32" in asked:
-        new["dtype"] = "tf32"
-    if "flashattention" in asked or "gpu_attention" in asked:
-        new["attention"] = "stored" if "flashattention" in asked else asked["gpu_attention"]
-    if "redux" in asked and new.get("lanes") is None:
-        new["lanes"] = 4
+    for old, name, value in _replacements(asked, values):
+        if values.get(name, value) not in (value, *_UNSET.get(name, ())):
+            raise UsageError(f"{old} = {asked[old]} in {source} means {name} = {value}, got {name} = {values[name]}; drop one of them")
+        if name not in _IMPLIED:
+            new[name] = value
     if new.get("optimizer") == "fusedadamw":
         new["optimizer"] = "adamw"
-    if "full_lr_iter" in asked:
-        new |= {"warmup_steps": asked["full_lr_iter"], "warmup_start_lr": values.get("start_lr", 0.0)}
     if "nepochs_warmup" in asked:
         new["nepochs"] = new.get("nepochs", 0) + asked["nepochs_warmup"]
-    if "restrict" in asked and new.get("ngpu") is None:
-        new["ngpu"] = 0 if asked["restrict"] == "cpu" else -1
-    if "load_checkpoint" in asked:
-        new["init_from"] = asked["load_checkpoint"]
     return new
+
+
+_UNSET: Final[Mapping[str, tuple[Any, ...]]] = {
+    "dtype": ("auto", "fp32"),
+    "gpu_attention": ("auto",),
+    "lanes": (None,),
+    "warmup_steps": (None, 0),
+    "warmup_start_lr": (None,),
+    "ngpu": (None,),
+    "init_from": ("",),
+}
+"""Setting -> values that an old setting may replace."""
+_IMPLIED: Final = ("gpu_attention", "sim_gpu")
+"""Settings whose default is what an old setting implies."""
+
+
+def _replacements(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each old setting with an effect, the setting that it means, and the value of that one."""
+    if "fp32_fast_tf32" in asked:
+        yield "fp32_fast_tf32", "dtype", "tf32"
+    if "flashattention" in asked:
+        yield "flashattention", "gpu_attention", "own"
+        yield "flashattention", "attention", "stored"
+    elif "gpu_attention" in asked:
+        yield "gpu_attention", "attention", asked["gpu_attention"]
+    if "redux" in asked:
+        yield "redux", "lanes", 4
+    if "full_lr_iter" in asked:
+        yield "full_lr_iter", "warmup_steps", asked["full_lr_iter"]
+        yield "full_lr_iter", "warmup_start_lr", values.get("start_lr", 0.0)
+    if "restrict" in asked:
+        yield "restrict", "sim_gpu", 0
+        if asked["restrict"] == "cpu" or not values.get("ngpu"):
+            yield "restrict", "ngpu", 0 if asked["restrict"] == "cpu" else -1
+    if "load_checkpoint" in asked:
+        yield "load_checkpoint", "init_from", asked["load_checkpoint"]
 
 
 def lost(values: Mapping[str, Any], source: str) -> Iterator[str]:

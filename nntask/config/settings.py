@@ -346,6 +346,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
 
     Raises:
         DataError: a value has another type than its flag.
+        UsageError: settings of an earlier version contradict each other.
     """
     kinds = {f.name: typing.get_type_hints(f.default_factory) for f in fields(TrainSettings)}
     flat: dict[str, Any] = {}
@@ -358,7 +359,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
                         f"settings.{group}.{key} in {source} must be {_words_for(known_kinds[key])}, got {value!r}; use another checkpoint"
                     )
                 flat[key] = value
-    flat = translated(flat)
+    flat = translated(flat, source)
     return TrainSettings(**{f.name: _group(f.default_factory, flat) for f in fields(TrainSettings)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ RUN = Path(__file__).resolve().parents[2] / "data" / "run_before_rooms" / "run"
         ({"flashattention": True, "gpu_attention": "cudnn"}, {"attention": "cudnn"}),
         ({"flashattention": True, "gpu_attention": "own"}, {}),
         ({"redux": True}, {"lanes": 4}),
-        ({"redux": True, "lanes": 2}, {"lanes": 2}),
+        ({"redux": True, "lanes": 4}, {"lanes": 4}),
+        ({"fp32_fast_tf32": True, "dtype": "tf32"}, {"dtype": "tf32"}),
+        ({"full_lr_iter": 5, "warmup_steps": 5}, {"warmup_steps": 5, "warmup_start_lr": 0.0}),
+        ({"restrict": "cpu", "sim_gpu": 0, "ngpu": 0}, {"sim_gpu": 0, "ngpu": 0}),
         ({"optimizer": "fusedadamw"}, {"optimizer": "adamw"}),
         ({"start_lr": 0.1, "full_lr_iter": 5, "warmup_steps": 0}, {"warmup_steps": 5, "warmup_start_lr": 0.1}),
         ({"start_lr": 0.1, "full_lr_iter": 1, "warmup_steps": 3}, {"warmup_steps": 3}),
@@ -39,7 +43,34 @@ RUN = Path(__file__).resolve().parents[2] / "data" / "run_before_rooms" / "run"
 )
 def test_old_settings_map_onto_present_ones(old: dict[str, Any], new: dict[str, Any]) -> None:
     """By name and by value; a second translation changes nothing."""
-    assert translated(old) == new == translated(new)
+    assert translated(old, "x.toml") == new == translated(new, "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        ({"redux": True, "lanes": 2}, "redux = True in x.toml means lanes = 4, got lanes = 2; drop one of them"),
+        ({"fp32_fast_tf32": True, "dtype": "bf16"}, "means dtype = tf32, got dtype = bf16"),
+        ({"flashattention": False, "gpu_attention": "cudnn"}, "means gpu_attention = own, got gpu_attention = cudnn"),
+        ({"flashattention": False, "attention": "flash"}, "means attention = stored, got attention = flash"),
+        ({"gpu_attention": "cudnn", "attention": "stored"}, "means attention = cudnn, got attention = stored"),
+        ({"full_lr_iter": 5, "warmup_steps": 3}, "means warmup_steps = 5, got warmup_steps = 3"),
+        ({"full_lr_iter": 5, "warmup_start_lr": 0.1}, "means warmup_start_lr = 0.0, got warmup_start_lr = 0.1"),
+        ({"full_lr_iter": 0}, "full_lr_iter in x.toml must be at least 1, got 0; the nearest legal value is 1"),
+        ({"restrict": "cuda", "ngpu": 0}, "restrict = cuda in x.toml means ngpu = -1, got ngpu = 0"),
+        ({"restrict": "cpu", "ngpu": 2}, "restrict = cpu in x.toml means ngpu = 0, got ngpu = 2"),
+        ({"restrict": "cpu", "sim_gpu": 2}, "means sim_gpu = 0, got sim_gpu = 2"),
+        ({"restrict": "cuda", "sim_gpu": 2}, "means sim_gpu = 0, got sim_gpu = 2"),
+        ({"load_checkpoint": "w.safetensors", "init_from": "run"}, "means init_from = w.safetensors, got init_from = run"),
+    ],
+)
+def test_contradictions_are_refused(old: dict[str, Any], words: str) -> None:
+    """No translation replaces another explicit value, in a file of settings and in those of a checkpoint."""
+    with pytest.raises(UsageError, match=re.escape(words)):
+        translated(old, "x.toml")
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in old.items())
+    with pytest.raises(UsageError, match=re.escape(words)):
+        from_toml(lines, "x.toml", table_of(TrainSettings))
 
 
 def test_what_training_no_longer_does_is_said() -> None:

@@ -226,7 +226,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
     """Return the flags set in a TOML file, flat or in sections; the names of sections are ignored, and old keys are translated.
 
     Raises:
-        UsageError: the text is not TOML, a key is not a flag, or a value is wrong.
+        UsageError: the text is not TOML, a key is not a flag, a value is wrong, or old keys contradict others.
     """
     import tomllib
 
@@ -258,7 +258,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
     for sentence in lost(old, path):
         complain(sentence)
     fields = {name.replace("-", "_"): value for name, value in values.items()}
-    return {field.replace("_", "-"): value for field, value in translated({**fields, **old}).items()}
+    return {field.replace("_", "-"): value for field, value in translated({**fields, **old}, path).items()}
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
