@@ -2,21 +2,24 @@
 
 python examples/gpt2_custom_training.py --config-path=examples/gpt2_default_config.json --batch=4 --minibatch=1 --lr=3e-4 --nepochs=1 --nforward=10
 
-NNTile's flags are translated to those of ``nntask train``, which may be typed, too. Timed loops, printed sums and files written at the end, which
-``nntask train`` does not have, are made here with nntask's Python interface.
+NNTile's flags are translated to those of ``nntask train``, which may be typed, too, unless they contradict each other. Timed loops, printed sums and
+files written at the end, which ``nntask train`` does not have, are made here with nntask's Python interface.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from nntask import UsageError
 from wrappers.cli import guarded, run_train
 
 if TYPE_CHECKING:
@@ -26,9 +29,17 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "fp16", "bf16")
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Parser whose mistakes are errors of nntask."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error of a wrong flag."""
+        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+
+
+def parser() -> Parser:
     """Return the parser of NNTile's flags that ``nntask train`` has under another name or not at all."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, epilog="All other flags: nntask train --help"
     )
     add, switch = flags.add_argument, argparse.BooleanOptionalAction
@@ -38,10 +49,10 @@ def parser() -> argparse.ArgumentParser:
     add("--nepochs-warmup", type=_count, default=0, help="number of passes before these that train but are not timed")
     add("--loss-reduction", choices=("mean", "sum"), default="mean", help="print the mean loss of the tokens of a step, or their sum")
     add("--start-lr", type=float, help="learning rate of step 1 (default: 0 with --full-lr-iter)")
-    add("--full-lr-iter", type=int, help="step at which the learning rate reaches --lr")
-    add("--optimizer", default="fusedadamw", help="sgd, adam, adamw, or fusedadamw, which is the same")
+    add("--full-lr-iter", type=int, help="step at which the learning rate reaches --lr; 1 for no warm-up (default: nntask's warm-up)")
+    add("--optimizer", help="sgd, adam, adamw, or fusedadamw, which is the same (default: adamw)")
     add("--restrict", choices=("none", "cpu", "cuda"), default="none", help="use no GPU, or require one")
-    add("--flashattention", action=switch, default=True, help="compute attention without storing the scores")
+    add("--flashattention", action=switch, help="compute attention without storing the scores (default)")
     add("--redux", action=switch, default=False, help="sum gradients in parallel, as --lanes 4 of nntask")
     add("--fp32-fast-tf32", action=switch, default=False, help="compute products in TF32 on GPUs, as --dtype tf32 of nntask")
     for name in ("checkpoint", "optimizer"):
@@ -52,10 +63,79 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
     if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {number}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text}")
     return number
+
+
+def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return NNTile's flags and the other words of a command line; underscores in names of flags become dashes.
+
+    Raises:
+        UsageError: a value is wrong, or flags contradict each other.
+    """
+    words = [word.partition("=") if word.startswith("--") else (word, "", "") for word in argv]
+    args, rest = parser().parse_known_args([(name.replace("_", "-") if name.startswith("--") else name) + "".join(end) for name, *end in words])
+    check_warm_up(args, rest)
+    check_devices(args, rest)
+    lanes, dtype, attention = (typed(rest, name) for name in ("lanes", "dtype", "attention"))
+    if args.redux and lanes not in (None, "4"):
+        raise UsageError(f"--redux means --lanes 4, got --lanes {lanes}; drop --redux")
+    if args.fp32_fast_tf32 and dtype not in (None, "auto", "fp32", "tf32"):
+        raise UsageError(f"--fp32-fast-tf32 means --dtype tf32, got --dtype {dtype}; drop one of them")
+    if args.flashattention is False and attention not in (None, "stored"):
+        raise UsageError(f"--no-flashattention means --attention stored, got --attention {attention}; drop one of them")
+    if args.flashattention and attention == "stored":
+        raise UsageError("--flashattention stores no scores, and --attention stored does; drop one of them")
+    return args, rest
+
+
+def check_warm_up(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Check the flags of the warm-up.
+
+    Raises:
+        UsageError: one is wrong, or there are two warm-ups.
+    """
+    full, start = args.full_lr_iter, args.start_lr
+    if full is not None and full < 1:
+        raise UsageError(f"--full-lr-iter must be at least 1, got {full}; the nearest legal value is 1")
+    if start is not None and not 0 <= start < float("inf"):
+        raise UsageError(f"--start-lr must be a finite number of at least 0, got {start:g}; for example 0")
+    if start and full is None:
+        raise UsageError(f"--start-lr {start:g} is where the warm-up of --full-lr-iter begins; add --full-lr-iter, or drop --start-lr")
+    for name, nothing in (("warmup-steps", "0"), ("warmup-start-lr", None)):
+        value = typed(rest, name)
+        if full is not None and value not in (None, nothing):
+            raise UsageError(f"--full-lr-iter {full} and --{name} {value} are both warm-ups; drop one of them")
+
+
+def check_devices(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Check --restrict against the devices that are typed.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    ngpu, sim_gpu = typed(rest, "ngpu"), typed(rest, "sim-gpu")
+    count = None if ngpu is None else ngpu.partition("x")[0]
+    simulated = sim_gpu is not None and sim_gpu.partition("@")[0] != "0"
+    if args.restrict == "cuda" and (count == "0" or simulated):
+        raise UsageError(f"--restrict=cuda needs a GPU, and {f'--sim-gpu {sim_gpu}' if simulated else f'--ngpu {ngpu}'} uses none; drop one of them")
+    if args.restrict == "cpu" and count not in (None, "0"):
+        raise UsageError(f"--restrict=cpu uses no GPU, got --ngpu {ngpu}; drop one of them")
+
+
+def typed(rest: Sequence[str], name: str) -> str | None:
+    """Return the last value of a flag among words; None without the flag."""
+    value = None
+    for word, following in zip(rest, [*rest, ""][1:], strict=True):
+        flag, equals, text = word.partition("=")
+        if flag == f"--{name}":
+            value = text if equals else following
+    return value
 
 
 def translated(args: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -63,20 +143,20 @@ def translated(args: argparse.Namespace, rest: Sequence[str], environ: Mapping[s
 
     Args:
         args: NNTile's flags.
-        rest: other words, which follow and so win over the translation.
+        rest: other words, which do not contradict them.
         environ: environment variables, where a number of GPUs is as good as ``--restrict=cuda``.
     """
-    words = [f"--optimizer={args.optimizer.replace('fusedadamw', 'adamw')}"]
+    words = [f"--optimizer={args.optimizer.replace('fusedadamw', 'adamw')}"] if args.optimizer else []
     if args.full_lr_iter is not None:
         words += [f"--warmup-steps={args.full_lr_iter}", f"--warmup-start-lr={args.start_lr or 0.0}"]
     if args.nepochs + args.nepochs_warmup:
         words.append(f"--nepochs={args.nepochs + args.nepochs_warmup}")
     if args.restrict == "cpu":
         words.append("--ngpu=0")
-    if args.restrict == "cuda" and (environ.get("NNTASK_NGPU") or environ.get("STARPU_NCUDA") or "0") == "0":
+    if args.restrict == "cuda" and typed(rest, "ngpu") is None and (environ.get("NNTASK_NGPU") or environ.get("STARPU_NCUDA") or "0") == "0":
         words.append("--ngpu=-1")
-    words += ["--attention=stored"] * (not args.flashattention) + ["--lanes=4"] * args.redux + ["--dtype=tf32"] * args.fp32_fast_tf32
-    return [*words, *rest]
+    words += ["--attention=stored"] * (args.flashattention is False) + ["--lanes=4"] * args.redux + ["--dtype=tf32"] * args.fp32_fast_tf32
+    return [*rest, *words]
 
 
 @dataclass(slots=True)
@@ -86,14 +166,10 @@ class Training:
     Args:
         args: NNTile's flags.
         trains: whether training was asked for; timed loops alone train nothing.
-
-    Attributes:
-        directory: directory of the run, once it is known.
     """
 
     args: argparse.Namespace
     trains: bool
-    directory: Path | None = None
 
     @property
     def num_passes(self) -> int:
@@ -102,10 +178,9 @@ class Training:
 
     @property
     def outputs(self) -> dict[str, tuple[str, str]]:
-        """Content of a checkpoint -> (file to write, element type)."""
-        both = {"weights": "checkpoint", "optimizer": "optimizer"}
-        files = {content: (getattr(self.args, f"save_{name}"), getattr(self.args, f"save_{name}_dtype")) for content, name in both.items()}
-        return {content: (path, dtype) for content, (path, dtype) in files.items() if path}
+        """Name of a flag without --save- -> (file to write, element type)."""
+        files = {name: (getattr(self.args, f"save_{name}"), getattr(self.args, f"save_{name}_dtype")) for name in ("checkpoint", "optimizer")}
+        return {name: (path, dtype) for name, (path, dtype) in files.items() if path}
 
     def changed(self, run: RunConfig) -> RunConfig:
         """Return the run with the settings that no flag of nntask has.
@@ -113,33 +188,66 @@ class Training:
         Raises:
             UsageError: a file cannot be written, or flags contradict each other.
         """
-        from nntask import UsageError
         from nntask.export import check_state_file
 
         weights, optimizer = self.args.load_checkpoint, self.args.load_optimizer
+        self._check_adapters(run)
+        if self.args.restrict == "cpu" and (count := run.settings.resources.sim_gpu):
+            raise UsageError(f"--restrict=cpu leaves the {count} devices of --sim-gpu without work; drop one of them")
         if run.cluster is not None and (self.num_passes or self.outputs):
             raise UsageError("timed loops and saved files are of one machine; drop --dask, or train with nntask train")
         if (weights or optimizer) and (run.start.is_continued or run.start.frozen_base is not None):
             raise UsageError(f"{weights or optimizer} and --resume or --train both say where to begin; drop one of them, or use --init-from")
         for path, _ in self.outputs.values():
             check_state_file(Path(path), force=True)
-            if not run.saving.at_end:
-                raise UsageError(f"{path} is written from the last checkpoint, and --save-every 0 writes none; drop --save-every")
         length = replace(run.length, warmup_epochs=self.args.nepochs_warmup)
         if not self.trains and not run.start.is_continued:
             length = replace(length, steps=0, epochs=0)
         start = replace(run.start, weights=Path(weights) if weights else run.start.weights, optimizer=Path(optimizer) if optimizer else None)
-        self.directory = run.directory
-        return replace(run, length=length, start=start, sums_loss=self.args.loss_reduction == "sum")
+        run = replace(run, length=length, start=start, sums_loss=self.args.loss_reduction == "sum")
+        return replace(run, command=self.command) if self.outputs or run.sums_loss else run
 
-    def before(self, session: Session) -> None:
-        """Run the timed loops before the first step and print their lines; a signal ends them."""
+    def _check_adapters(self, run: RunConfig) -> None:
+        """Check that a run with adapters neither reads nor writes files of a whole model.
+
+        Raises:
+            UsageError: it does.
+        """
+        if run.model.adapters is None:
+            return
+        instead = {
+            "save_checkpoint": ("writes the weights", "drop it, and write the model with nntask export RUN DIR --merge"),
+            "save_optimizer": ("writes the optimizer state", "drop it, since the run's checkpoints have the state of the adapters"),
+            "load_optimizer": ("reads the optimizer state", "drop it, and continue with the state of the adapters by --resume"),
+        }
+        for name, (what, advice) in instead.items():
+            if path := getattr(self.args, name):
+                flag = f"--{name.replace('_', '-')} {path}"
+                raise UsageError(f"{flag} {what} of a whole model, and --train {run.settings.optimizer.train} trains adapters; {advice}")
+
+    @property
+    def command(self) -> str:
+        """Command that continues the run and does at its end what this one would have done."""
+        script = Path(__file__).resolve()
+        words = ["python", str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)]
+        for name, (path, dtype) in self.outputs.items():
+            words += [f"--save-{name}={path}", *([] if dtype == "fp32" else [f"--save-{name}-dtype={dtype}"])]
+        return shlex.join([*words, *([] if self.args.loss_reduction == "mean" else [f"--loss-reduction={self.args.loss_reduction}"])])
+
+    @contextmanager
+    def around(self, session: Session) -> Iterator[None]:
+        """Run the timed loops before the training of a new run, and write the files after the last step, unless a signal arrived."""
+        if session.run.start.resumed is None and self.num_passes:
+            self._time(session)
+        yield
+        if not session.interrupts.pending():
+            self._save(session)
+
+    def _time(self, session: Session) -> None:
+        """Run the timed loops and print their lines; a signal ends them."""
         from nntask.data import random_batch
 
-        self.directory = session.run.directory
         run, args, engine = session.run, self.args, session.engine
-        if not self.num_passes:
-            return
         batch: Any = random_batch(run.data.objective, run.step.minibatch, run.model.config.vocab_size, run.model.seed)
         passes: Any = engine  # an engine on this machine can run passes alone
         stopped = session.interrupts.pending
@@ -162,14 +270,19 @@ class Training:
         session.printer.say(f"nntask {name} throughput (tokens/sec):  {count * minibatch * session.run.model.seq_len / seconds}")
         session.printer.say(f"nntask {name} performance: {flops / seconds / 1e12} Tflops/s")
 
-    def save(self) -> None:
-        """Write the files that were asked for, from the last checkpoint."""
-        from nntask.checkpoints import find_checkpoint
-        from nntask.export import export_state
+    def _save(self, session: Session) -> None:
+        """Write the files that were asked for.
 
-        for content, (path, dtype) in self.outputs.items():
-            assert self.directory is not None  # the run has ended
-            export_state(find_checkpoint(self.directory), Path(path), content=content, dtype=dtype, force=True)  # type: ignore[arg-type]
+        Raises:
+            Diverged: a value is not finite.
+            UsageError: a value is too large for the element type.
+            StorageError: the disk is full or failed.
+        """
+        from nntask.io import STORAGE, save_tensors
+
+        for name, (path, dtype) in self.outputs.items():
+            tensors = session.engine.model_tensors() if name == "checkpoint" else session.engine.optimizer_tensors()
+            save_tensors(path, tensors, dtype=STORAGE[dtype], finite=True)
 
 
 def seconds_of(action: Callable[[], None], warmup: int, count: int, stopped: Callable[[], bool]) -> float | None:
@@ -186,21 +299,15 @@ def seconds_of(action: Callable[[], None], warmup: int, count: int, stopped: Cal
 
 def main(argv: Sequence[str]) -> int:
     """Run NNTile's command line; returns the exit code."""
-    args, rest = parser().parse_known_args([word.replace("_", "-") if word.startswith("--") and "=" not in word else word for word in argv])
 
     def train() -> int:
-        from nntask import UsageError
-
-        sets_steps = any(word.partition("=")[0] == "--steps" for word in rest)
-        training = Training(args, trains=bool(sets_steps or args.nepochs + args.nepochs_warmup))
+        args, rest = parsed(argv)
+        training = Training(args, trains=typed(rest, "steps") is not None or bool(args.nepochs + args.nepochs_warmup))
         training.trains |= not training.num_passes
         try:
-            code = run_train(translated(args, rest, os.environ), changed=training.changed, before=training.before)
+            return run_train(translated(args, rest, os.environ), changed=training.changed, around=training.around)
         except UsageError as error:
             raise UsageError(str(error).replace("--ngpu -1", "--restrict=cuda")) from error
-        if code == 0 and "--dry-run" not in rest:
-            training.save()
-        return code
 
     return guarded(train)
 

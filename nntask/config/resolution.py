@@ -139,6 +139,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             None,
         ),
         "traced": trace_range(settings.observe.trace_steps),
+        "command": "nntask train",
         "sums_loss": False,
         "settings": settings,
     }

@@ -212,6 +212,7 @@ class LanguageRun:
         machine: machine of this process; each node of a cluster has its own.
         cluster: cluster whose nodes train; None for this machine alone.
         traced: first and last traced step; None for all steps, if any are traced.
+        command: command that continues the run, without --resume.
         sums_loss: whether losses are printed and written as sums over the tokens of a step instead of means.
         settings: settings of the user, with every default filled in.
     """
@@ -229,6 +230,7 @@ class LanguageRun:
     cluster: ClusterSpec | None
     start: Start
     traced: tuple[int, int] | None
+    command: str
     sums_loss: bool
     settings: TrainSettings
 

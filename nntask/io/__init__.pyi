@@ -3,13 +3,14 @@ from .finite import first_not_finite
 from .json_file import read_object
 from .json_text import check_size
 from .regular_file import open_text, read_bytes, read_text
-from .safetensors_file import checksum_of, load_tensors, save_tensors
+from .safetensors_file import STORAGE, checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
 from .terminal_text import printable, python_command, python_text
 from .writable import check_writable
 
 __all__ = [
+    "STORAGE",
     "FileRange",
     "check_size",
     "check_writable",

@@ -2,7 +2,7 @@ from .autotune import measure
 from .compare import Comparison, run_side_by_side
 from .initial_weights import model_to_start_from
 from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
-from .run import BeforeTraining, train, train_untiled
+from .run import AroundTraining, train, train_untiled
 from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE, machine_of, newest_run, write_machine, write_plan
 from .session import Opened, Session, UntiledModel
 from .signals import Interrupts
@@ -15,7 +15,7 @@ __all__ = [
     "PLAN",
     "SUMMARY",
     "TRACE",
-    "BeforeTraining",
+    "AroundTraining",
     "Comparison",
     "Interrupts",
     "Opened",

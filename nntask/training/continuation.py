@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import fields
-from pathlib import Path
 
 from ..checkpoints.store import step_directories
 from ..config.run_config import LanguageRun
@@ -35,17 +34,22 @@ def until_restored(run: LanguageRun) -> str:
     return f"the newest checkpoint is {steps[-1]}; restore the data, then continue with: {_command(run)}"
 
 
-def left_behind(run: Path) -> str:
+def left_behind(run: LanguageRun) -> str:
     """Describe a run that ended too soon."""
-    steps = step_directories(run)
+    steps = step_directories(run.directory)
     if not steps:
         return "nothing was saved, so there is nothing to continue"
-    return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: nntask train --resume {shlex.quote(str(run))}"
+    return f"nothing more was saved, the newest checkpoint is {steps[-1]}; continue with: {_resume(run)}"
 
 
 def _command(run: LanguageRun) -> str:
+    """Return the command that continues a run on the same machines."""
+    return f"{_resume(run)}{_besides(run.settings)}"
+
+
+def _resume(run: LanguageRun) -> str:
     """Return the command that continues a run."""
-    return f"nntask train --resume {shlex.quote(str(run.directory))}{_besides(run.settings)}"
+    return f"{run.command} --resume {shlex.quote(str(run.directory))}"
 
 
 def _besides(settings: TrainSettings) -> str:

@@ -44,7 +44,7 @@ from .run_loop import run_loop
 from .session import Opened, Session, UntiledModel, about_tiled, begin, counts_of, stream_of
 from .signals import Interrupts
 
-BeforeTraining = Callable[[Session], None]
+AroundTraining = Callable[[Session], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,22 @@ class _Foreseen:
     by_update: Mapping[Updater, float | None] = field(default_factory=dict)
 
 
-def train(run: RunConfig, cluster: Cluster | None = None, before: BeforeTraining | None = None) -> int:
+def train(run: RunConfig, cluster: Cluster | None = None, around: AroundTraining | None = None) -> int:
     """Run a training. Return 0, or 130 or 143 if it was interrupted.
 
     Args:
         cluster: machines that train, for a run that `check_start` accepted before they were opened; None for this machine.
-        before: function that is called with the session of a new run on this machine, after its header and before its first step;
-            None for nothing.
+        around: function that returns a context manager for the session of a run on this machine, which is entered after the run's header and left
+            after its last line; None for none.
 
     Raises:
         NntaskError: any kind of `nntask.errors`, which also lists the exit codes.
     """
     with _directory_of(run) as directory:
-        return _train(run if directory == run.directory else replace(run, directory=directory), cluster, before)
+        return _train(run if directory == run.directory else replace(run, directory=directory), cluster, around)
 
 
-def _train(run: RunConfig, cluster: Cluster | None, before: BeforeTraining | None) -> int:
+def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | None) -> int:
     """Run a training in its final directory, like `train`."""
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
@@ -123,7 +123,7 @@ def _train(run: RunConfig, cluster: Cluster | None, before: BeforeTraining | Non
         counts = counts_of(run, engine)
         yield Opened(engine, counts, partial(about_tiled, run, engine, runtime.gpus, known.by_update))
 
-    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts, before))
+    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts, around))
 
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
@@ -166,7 +166,7 @@ def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Int
         printer.say(to_toml(run.settings))
         return 0
     interrupts = Interrupts()
-    interrupts.say_what_is_left = partial(left_behind, run.directory)
+    interrupts.say_what_is_left = partial(left_behind, run)
     with RunLock(run.directory, run.start.flag, partial(check_directory, run)) as lock, interrupts:
         return go_on(lock, interrupts)
 
@@ -179,13 +179,13 @@ def _here(
     lock: RunLock,
     printer: StepPrinter,
     interrupts: Interrupts,
-    before: BeforeTraining | None = None,
+    around: AroundTraining | None = None,
 ) -> int:
     """Train on this machine.
 
     Args:
         lower: flag to lower if memory does not suffice, as for `as_user_error`.
-        before: function to call before the first step of a new run; None for nothing.
+        around: function that returns a context manager for the session, as for `train`; None for none.
     """
     runtime = runtime_for(run)
     try:
@@ -194,17 +194,17 @@ def _here(
             stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
             session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
             begin(session, lock, opened.about, foreseen.order, foreseen.planned)
-            if before is not None and run.start.resumed is None:
-                before(session)
             tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, foreseen.planned, printer.say)
 
             def on_step(step: int | None) -> None:
                 tracer.on_step(step)
                 explainer.tell()
 
-            return run_loop(session, Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=lambda: tracer.write(engine.step)))
+            hooks = Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=lambda: tracer.write(engine.step))
+            with nullcontext() if around is None else around(session):
+                return run_loop(session, hooks)
     except FAILURES as error:
-        raise as_user_error(error, runtime, run.machine, left_behind(run.directory), lower=lower) from error
+        raise as_user_error(error, runtime, run.machine, left_behind(run), lower=lower) from error
 
 
 def _byte_lengths(dataset: Dataset) -> npt.NDArray[np.int64] | None:

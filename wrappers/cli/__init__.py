@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TextIO, cast
 from .output import Output, complain, open_missing
 
 if TYPE_CHECKING:
-    from nntask.training import BeforeTraining
+    from nntask.training import AroundTraining
 
     from .commands.train import Changed
 
@@ -74,20 +74,20 @@ def guarded(command: Callable[[], int]) -> int:
             return 130
 
 
-def run_train(argv: Sequence[str], *, changed: Changed, before: BeforeTraining) -> int:
+def run_train(argv: Sequence[str], *, changed: Changed, around: AroundTraining) -> int:
     """Run ``nntask train`` for a program that changes the run; errors are raised, for `guarded`.
 
     Args:
         argv: the words after ``nntask train``.
         changed: function from the run that the flags ask for to the run to train; the model must have tiles.
-        before: function to call before the first step of a new run on this machine, with its session.
+        around: function that returns a context manager for the training of a session on this machine.
 
     Returns:
         The exit code.
     """
     from .commands.train import run
 
-    return run(argv, changed=changed, before=before)
+    return run(argv, changed=changed, around=around)
 
 
 def _answer(command: Callable[[], int], output: Output) -> int:

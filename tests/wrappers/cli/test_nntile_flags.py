@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.commands import numbers, same_state
+from support.commands import numbers, same_state, wait_for_step
 
 from wrappers.cli.options.flags import ELSEWHERE, scan, table_of
 
@@ -28,19 +32,25 @@ SHARED = {
 TRANSLATED = [
     ("--optimizer=fusedadamw", {"optimizer": "adamw"}),
     ("--optimizer=sgd", {"optimizer": "sgd"}),
-    ("--flashattention", {"optimizer": "adamw"}),
-    ("--no-flashattention", {"optimizer": "adamw", "attention": "stored"}),
-    ("--redux", {"optimizer": "adamw", "lanes": 4}),
-    ("--fp32-fast-tf32", {"optimizer": "adamw", "dtype": "tf32"}),
-    ("--restrict=none", {"optimizer": "adamw"}),
-    ("--restrict=cpu", {"optimizer": "adamw", "ngpu": 0}),
-    ("--restrict=cuda", {"optimizer": "adamw", "ngpu": -1}),
-    ("--start-lr=1e-5 --full-lr-iter=10", {"optimizer": "adamw", "warmup-start-lr": 1e-5, "warmup-steps": 10}),
-    ("--full-lr-iter=1", {"optimizer": "adamw", "warmup-start-lr": 0.0, "warmup-steps": 1}),
-    ("--nepochs=2 --nepochs-warmup=1", {"optimizer": "adamw", "nepochs": 3}),
-    ("--nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --loss-reduction=sum", {"optimizer": "adamw"}),
-    ("--load-checkpoint=a --save-checkpoint=b --save-checkpoint-dtype=bf16", {"optimizer": "adamw"}),
-    ("--load-optimizer=a --save-optimizer=b --save-optimizer-dtype=fp16", {"optimizer": "adamw"}),
+    ("--flashattention", {}),
+    ("--no-flashattention", {"attention": "stored"}),
+    ("--redux", {"lanes": 4}),
+    ("--fp32-fast-tf32", {"dtype": "tf32"}),
+    ("--restrict=none", {}),
+    ("--restrict=cpu", {"ngpu": 0}),
+    ("--restrict=cuda", {"ngpu": -1}),
+    ("--start-lr=1e-5 --full-lr-iter=10", {"warmup-start-lr": 1e-5, "warmup-steps": 10}),
+    ("--start_lr=1e-5 --full_lr_iter 10", {"warmup-start-lr": 1e-5, "warmup-steps": 10}),
+    ("--start_lr=0", {}),
+    ("--fp32-fast-tf32 --dtype=fp32", {"dtype": "tf32"}),
+    ("--redux --lanes=4", {"lanes": 4}),
+    ("--restrict=cuda --ngpu=2", {"ngpu": 2}),
+    ("--full-lr-iter=5 --warmup-steps=0", {"warmup-start-lr": 0.0, "warmup-steps": 5}),
+    ("--full-lr-iter=1", {"warmup-start-lr": 0.0, "warmup-steps": 1}),
+    ("--nepochs=2 --nepochs-warmup=1", {"nepochs": 3}),
+    ("--nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --loss-reduction=sum", {}),
+    ("--load-checkpoint=a --save-checkpoint=b --save-checkpoint-dtype=bf16", {}),
+    ("--load-optimizer=a --save-optimizer=b --save-optimizer-dtype=fp16", {}),
 ]
 
 
@@ -61,7 +71,7 @@ def flags_of(words: str, environ: dict[str, str] | None = None) -> dict[str, Any
     """Flags of ``nntask train`` that NNTile's mean."""
     from nntask.config import TrainSettings
 
-    args, rest = EXAMPLE.parser().parse_known_args(words.split())
+    args, rest = EXAMPLE.parsed(words.split())
     values, _ = scan(EXAMPLE.translated(args, rest, environ or {}), table_of(TrainSettings))
     return values
 
@@ -78,11 +88,11 @@ def test_every_flag_of_nntile_is_known() -> None:
 
     table = table_of(TrainSettings)
     known = {option.removeprefix("--") for action in EXAMPLE.parser()._actions for option in action.option_strings}
-    tested = {word.removeprefix("--").partition("=")[0] for words, _ in TRANSLATED for word in words.split()}
-    assert known - {"-h", "help", "no-redux", "no-fp32-fast-tf32"} == tested
+    tested = {word.removeprefix("--").partition("=")[0].replace("_", "-") for words, _ in TRANSLATED for word in words.split()}
+    assert known - {"-h", "help", "no-redux", "no-fp32-fast-tf32"} <= tested
     assert set(table) >= SHARED
     assert {"logger", "logger-server-addr", "logger-server-port"} <= set(ELSEWHERE)
-    assert flags_of("--restrict=cuda", {"STARPU_NCUDA": "2"}) == {"optimizer": "adamw"}
+    assert flags_of("--restrict=cuda", {"STARPU_NCUDA": "2"}) == {}
     assert flags_of("--restrict=cuda", {"STARPU_NCUDA": "0"})["ngpu"] == -1
 
 
@@ -146,6 +156,40 @@ def test_files_that_are_saved_are_loaded(here: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
 
 
+def test_files_are_saved_without_a_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run that saves none, the last weights; of timed loops alone, the initial ones."""
+    assert run("--steps=2", "--save-every=0", "--run-dir=a", "--save-checkpoint=last", "--save-optimizer=state") == 0
+    assert not list((here / "a").glob("checkpoints/*"))
+    assert run("--steps=2", "--run-dir=b") == 0
+    for name, part in (("last", "model"), ("state", "optimizer")):
+        saved, kept = load_file(here / name), load_file(here / "b" / "latest" / f"{part}.safetensors")
+        assert saved.keys() == kept.keys()
+        assert all(np.array_equal(saved[key], kept[key]) for key in kept)
+    assert run("--nforward=1", "--run-dir=c", "--save-checkpoint=initial") == 0
+    assert load_file(here / "initial").keys() == load_file(here / "last").keys()
+    assert not list((here / "c").glob("checkpoints/*"))
+    capsys.readouterr()
+
+
+def test_an_interrupted_run_is_continued_by_the_example(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The line that it prints, typed, writes the files that the first command would have written."""
+    words = [*FLAGS.split(), "--ncpu=2", "--steps=60", "--run-dir=a", "--save-checkpoint=w", "--save-checkpoint-dtype=bf16", "--loss-reduction=sum"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *words], env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}, stdout=subprocess.PIPE, text=True
+    )
+    wait_for_step(process, 1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate()
+    assert process.returncode == 130
+    line = out.partition("continue with: ")[2].partition("\n")[0]
+    assert not (here / "w").exists()
+    program, script, *rest = shlex.split(line)
+    assert (program, Path(script)) == ("python", SCRIPT)
+    assert EXAMPLE.main([*rest, "--ncpu=1"]) == 0
+    assert {array.dtype.name for array in load_file(here / "w").values()} == {"bfloat16"}
+    assert len((here / "a" / "metrics.jsonl").read_text().splitlines()) == 60
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
@@ -155,7 +199,30 @@ def test_files_that_are_saved_are_loaded(here: Path, capsys: pytest.CaptureFixtu
         ("--load-checkpoint=pickle.pt", 4, "torch pickle"),
         ("--save-checkpoint=small.json", 2, "small.json exists and is not a safetensors file"),
         ("--save-optimizer=small.json", 2, "small.json exists and is not a safetensors file"),
-        ("--save-checkpoint=w --save-every=0", 2, "--save-every 0 writes none; drop --save-every"),
+        ("--save-checkpoint=a/checkpoints/step-000001/model.safetensors", 2, "lies in a checkpoint"),
+        ("--redux --lanes=2", 2, "--redux means --lanes 4, got --lanes 2; drop --redux"),
+        ("--redux --lanes 2", 2, "--redux means --lanes 4, got --lanes 2; drop --redux"),
+        ("--restrict=cuda --ngpu=0", 2, "--restrict=cuda needs a GPU, and --ngpu 0 uses none; drop one of them"),
+        ("--restrict=cuda --sim-gpu=2@1GB/s", 2, "--restrict=cuda needs a GPU, and --sim-gpu 2@1GB/s uses none; drop one of them"),
+        ("--restrict=cpu --ngpu=1", 2, "--restrict=cpu uses no GPU, got --ngpu 1; drop one of them"),
+        ("--restrict=cpu --sim_gpu=1", 2, "--restrict=cpu leaves the 1 devices of --sim-gpu without work; drop one of them"),
+        ("--fp32-fast-tf32 --dtype=bf16", 2, "--fp32-fast-tf32 means --dtype tf32, got --dtype bf16; drop one of them"),
+        ("--no-flashattention --attention=cudnn", 2, "--no-flashattention means --attention stored, got --attention cudnn; drop one of them"),
+        ("--flashattention --attention=stored", 2, "--flashattention stores no scores, and --attention stored does; drop one of them"),
+        ("--full-lr-iter=5 --warmup-steps=5", 2, "--full-lr-iter 5 and --warmup-steps 5 are both warm-ups; drop one of them"),
+        ("--full-lr-iter=1 --warmup-start-lr=0.1", 2, "--full-lr-iter 1 and --warmup-start-lr 0.1 are both warm-ups; drop one of them"),
+        ("--full-lr-iter=0", 2, "--full-lr-iter must be at least 1, got 0; the nearest legal value is 1"),
+        ("--full-lr-iter=x", 2, "--full-lr-iter: invalid int value: 'x'; see --help"),
+        ("--full-lr-iter=5 --start-lr=-1", 2, "--start-lr must be a finite number of at least 0, got -1"),
+        ("--start-lr=0.1", 2, "--start-lr 0.1 is where the warm-up of --full-lr-iter begins; add --full-lr-iter"),
+        ("--nforward=-1", 2, "--nforward: must be a whole number of 0 or more, got -1"),
+        (
+            "--train=lora:2 --save-checkpoint=w",
+            2,
+            "--save-checkpoint w writes the weights of a whole model, and --train lora:2 trains adapters; drop it, and",
+        ),
+        ("--train=lora:2 --save-optimizer=w", 2, "--save-optimizer w writes the optimizer state of a whole model"),
+        ("--train=lora:2 --load-optimizer=w", 2, "--load-optimizer w reads the optimizer state of a whole model"),
         ("--nforward=1 --dask=local:2 --lanes=2", 2, "drop --dask"),
         ("--train=lora:2 --load-checkpoint=w", 2, "both say where to begin"),
         ("--logger", 2, "--logger is not offered: --report-to tensorboard"),
@@ -164,6 +231,8 @@ def test_files_that_are_saved_are_loaded(here: Path, capsys: pytest.CaptureFixtu
 def test_mistakes_are_one_line(argv: str, code: int, words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is computed or written."""
     (here / "pickle.pt").write_bytes(b"PK\x03\x04" + b"\0" * 30)
+    (here / "a" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (here / "a" / "checkpoints" / "step-000001" / "state.json").touch()
     assert run("--steps=1", *argv.split()) == code
     err = capsys.readouterr().err
     assert words in err

@@ -98,7 +98,8 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
         if value:
             raise UsageError(f"{flag} is for a model directory, got --format {settings.format}; drop it")
     done = export_state(checkpoint, target, content=settings.format, dtype=settings.dtype, force=settings.force)
-    what = "weights" if settings.format == "weights" else "numbers of optimizer state"
+    weights = "weights" if checkpoint.state.get("base") is None else "adapter weights"
+    what = weights if settings.format == "weights" else "numbers of optimizer state"
     print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
     return 0
 

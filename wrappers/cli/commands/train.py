@@ -16,7 +16,7 @@ from ..options.torch_extra import load_torch, through_torch
 
 if TYPE_CHECKING:
     from nntask.config import RunConfig
-    from nntask.training import BeforeTraining
+    from nntask.training import AroundTraining
 
     Changed = Callable[[RunConfig], RunConfig]
 
@@ -32,7 +32,7 @@ class TrainHelp:
     """TOML file with any of these flags; the environment and the command line override it"""
 
 
-def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None = None, before: BeforeTraining | None = None) -> int:
+def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None = None, around: AroundTraining | None = None) -> int:
     """Train; returns the exit code.
 
     Args:
@@ -40,7 +40,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
         program: name of the command in the help.
         changed: function that returns the run to train instead of the one that the flags ask for; None to train that one. For programs around this
             command, which then need a model with tiles on one machine.
-        before: function to call before the first step of a new run, as for `nntask.training.train`; None for nothing.
+        around: function that returns a context manager for the training, as for `nntask.training.train`; None for none.
     """
     show_requested_help(TrainHelp, argv, program)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one BLAS thread per worker; read when NumPy loads
@@ -60,7 +60,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
         if changed is not None:
             run = changed(run)
         if run.cluster is None or run.settings.run.dry_run:
-            return train(run, before=before)
+            return train(run, around=around)
         from ...dask.training.cluster_engine import train_on
 
         check_start(run)  # report errors before workers start
