@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -197,6 +198,8 @@ def test_no_export_writes_over_what_it_reads(here, capsys):
         assert main(["export", *case.split(), "--force"]) == 2, case
         assert capsys.readouterr().err.count("\n") == 1
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+    assert main(["export", "b", "adapters.safetensors", "--format=weights"]) == 0
+    assert re.match(r"wrote 0\.0 M adapter weights of b", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.bin.json", "tokenizer.json", "tokenizer.crc32"])

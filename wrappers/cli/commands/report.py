@@ -18,7 +18,7 @@ class ReportSettings:
     trace: str = ""
     """trace file to draw instead of the run's own"""
     steps: str = ""
-    """traced steps A:B to draw, both included (default: the first ones, as many as fit on the page)"""
+    """traced steps A:B to draw, both included (default: the first ones that fit on the page)"""
 
 
 def run(argv: Sequence[str]) -> int:
