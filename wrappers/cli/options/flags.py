@@ -274,7 +274,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         return named | {"init-from"} if brings_config(values.get("init-from", "")) else named
 
     dropped = ways(lower) if ways(upper) else set()
-    dropped |= {part.replace("_", "-") for part, suffix in SUFFIXES.items() if suffix.flag.replace("_", "-") in upper}
+    dropped |= {inner.replace("_", "-") for inner, suffix in SUFFIXES.items() if suffix.flag.replace("_", "-") in upper}
     merged = {name: value for name, value in lower.items() if name not in dropped}
     merged.update(upper)
     return merged
