@@ -67,12 +67,12 @@ def get(
     runtime = _current.get()
     if runtime is not None:
         return runtime.get(dsk, keys, cache, num_workers, pool, **options)
-    made = GraphRuntime()
-    made.counts_results = False
+    temporary = GraphRuntime()
+    temporary.counts_results = False
     try:
-        return made.get(dsk, keys, cache, num_workers, pool, **options)
+        return temporary.get(dsk, keys, cache, num_workers, pool, **options)
     finally:
-        made.close()
+        temporary.close()
 
 
 class GraphRuntime:
@@ -104,11 +104,11 @@ class GraphRuntime:
         budget, _ = memory_budgets(nbytes, None, 0)
         tier = None
         if disk is not None:
-            found = disk_of(os.fspath(disk))
-            if found is None:
+            location = disk_of(os.fspath(disk))
+            if location is None:
                 raise UsageError(f"disk must name a directory, got {disk!r}; leave it out for no disk tier")
-            file = DiskTier(found[0])
-            tier = (file, found[1] or file.free_bytes())
+            file = DiskTier(location[0])
+            tier = (file, location[1] or file.free_bytes())
         self.budget = budget
         self._store = Store(budget, tier)
         self._num_orders = 0
