@@ -22,8 +22,8 @@ from time import perf_counter
 from typing import Final, NamedTuple, cast
 
 import scheduler
-from scheduler import Accesses, Runtime, Trace
-from scheduler.machine import RecordedTask, StepPlan, Task, key_of
+from scheduler import Runtime, Trace
+from scheduler.machine import Accesses, RecordedTask, StepPlan, Task, key_of
 
 from ..config.run_config import RunConfig
 from ..config.tile_sizes import TILE_FLAGS, retiled

@@ -29,7 +29,7 @@ from nntask.io import check_size, read_bytes, read_object, read_text
 from nntask.planning import cells, headline
 from nntask.telemetry import read_metrics
 from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE
-from scheduler import TRACE_FORMAT
+from scheduler.machine import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
 _LARGEST_TRACE: Final = 256 << 20

@@ -18,8 +18,8 @@ from typing import Any
 from dask._task_spec import GraphNode
 from dask.utils import key_split
 
-from scheduler import DoesNotFit, TaskError, sleep_until
-from scheduler.machine import PAGE, Task
+from scheduler import DoesNotFit, TaskError
+from scheduler.machine import PAGE, Task, sleep_until
 
 from .evaluate import evaluate
 from .observe import Observers
