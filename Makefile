@@ -6,7 +6,7 @@
 # make suite   the default suite, which is what test and test-more run (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make coverage   the default suite, with the share of lines that it runs (ARGS as above; make coverage ARGS='-m "not (more or long or pages or browser)"'
 #              for that of make test)
-# make lint    style, types and import contracts
+# make lint    style, types, import contracts and house English
 # make test-pages   the commands of the README and of the site's pages, as printed
 # make test-real   published checkpoints beside transformers, torch, PEFT and llama.cpp: downloads 270 MB of packages into .venv, runs half an hour
 # make test-torch-releases   the tests of wrappers/torch with each supported release of PyTorch, in environments of their own below build/;
@@ -45,7 +45,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite coverage bench sweep constraints docs clean
+.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts english suite coverage bench sweep constraints docs clean
 .DELETE_ON_ERROR:
 
 # Compiled modules are kept; otherwise each of the processes that tests start compiles all that it imports, for two seconds.
@@ -63,7 +63,7 @@ test-more: suite
 
 # Each a make of its own: all are `suite`, which one make runs once.
 test-all:
-	$(MAKE) lint
+	$(MAKE) style types contracts
 	$(MAKE) suite
 	$(MAKE) test-pages
 	$(MAKE) suite PROCESSES=0 MARK='-m "long or search" --hypothesis-profile=many'
@@ -107,7 +107,7 @@ first-card: $(if $(filter --list,$(ARGS)),,$(GPU_READY))
 first-card-wheels: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/gpu/first_card.py --pack build/wheels
 
-lint: style types contracts
+lint: style types contracts english
 
 style: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -118,6 +118,10 @@ types: $(VENV)/installed-dev
 
 contracts: $(VENV)/installed-dev
 	$(BIN)/lint-imports
+
+# The prose of modules and pages. Not a prerequisite of test: the file is one of the suite.
+english: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/contracts/test_prose.py
 
 # One BLAS thread for each of our workers; torch, the oracle, gets the same.
 suite test-torch-%: export OPENBLAS_NUM_THREADS = 1

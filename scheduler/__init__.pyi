@@ -3,7 +3,7 @@ from .api.inline_runtime import InlineRuntime
 from .api.recorded_step import Step, Ticket
 from .api.recording import RecordingError
 from .api.runtime import Runtime
-from .api.task_runtime import Access, Handle, TaskRuntime, View, contribution, kept_in_contribution, tree
+from .api.task_runtime import Access, Handle, TaskRuntime, View, contribution
 from .core.codelet import Codelet, Cost, Tail
 from .core.errors import (
     Deadlock,
@@ -19,22 +19,16 @@ from .core.errors import (
     TierFailed,
 )
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
-from .drivers.callbacks import FinishedTask, OnTask, SeenTile
+from .drivers.callbacks import FinishedTask, OnTask
 from .drivers.cpu import usable_cores
 from .drivers.disk import Source
-from .execution.trace import TRACE_FORMAT, Accesses, Ran, Trace
-from .execution.waiting import sleep_until
-from .execution.workers import ASIDE_DEPTH, SIM_DEPTH
+from .execution.trace import Trace
 
 __all__ = [
-    "ASIDE_DEPTH",
     "REDUX",
     "RW",
     "SCRATCH",
-    "SIM_DEPTH",
-    "TRACE_FORMAT",
     "Access",
-    "Accesses",
     "CapturingRuntime",
     "Codelet",
     "Cost",
@@ -51,13 +45,11 @@ __all__ = [
     "OnTask",
     "PlacementError",
     "R",
-    "Ran",
     "RecordingError",
     "RunStopped",
     "Runtime",
     "RuntimeBroken",
     "SchedulerError",
-    "SeenTile",
     "Source",
     "Stalled",
     "Step",
@@ -70,8 +62,5 @@ __all__ = [
     "View",
     "W",
     "contribution",
-    "kept_in_contribution",
-    "sleep_until",
-    "tree",
     "usable_cores",
 ]

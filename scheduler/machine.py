@@ -1,8 +1,9 @@
-"""Names of the scheduling core for code that simulates, plans or drives a machine: events and actions, records, models of durations, policies.
+"""Names for packages that simulate, plan, drive or report on a machine: events and actions, records, models of durations, policies, traces.
 
 Programs that only submit and record tasks need the names of `scheduler` alone.
 """
 
+from .api.task_runtime import kept_in_contribution, tree
 from .core.actions import carry_out
 from .core.codelet import Many
 from .core.events import (
@@ -31,8 +32,12 @@ from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
 from .core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
 from .core.step_plan import RecordedTask, StepPlan
+from .execution.trace import TRACE_FORMAT, Accesses, Ran
+from .execution.waiting import sleep_until
+from .execution.workers import ASIDE_DEPTH, SIM_DEPTH
 
 __all__ = [
+    "ASIDE_DEPTH",
     "DEFAULT_EVICTION",
     "DISK_LINK",
     "EVICTION_POLICIES",
@@ -42,6 +47,9 @@ __all__ = [
     "PAGE",
     "POLICIES",
     "RAM",
+    "SIM_DEPTH",
+    "TRACE_FORMAT",
+    "Accesses",
     "Candidate",
     "CopyFailed",
     "CopyFinished",
@@ -62,6 +70,7 @@ __all__ = [
     "MoveTile",
     "NodeId",
     "Placement",
+    "Ran",
     "Rate",
     "RecordedTask",
     "ReportFailure",
@@ -75,7 +84,10 @@ __all__ = [
     "WorkerId",
     "WorkerKind",
     "carry_out",
+    "kept_in_contribution",
     "key_of",
     "policy_of",
     "rounded",
+    "sleep_until",
+    "tree",
 ]

@@ -119,9 +119,9 @@ class Checkpoint:
             if not os.path.isfile(self.path / name):  # False, too, for a name that no file system accepts
                 raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}; {_instead_of(self.path)}")
             written = self.state["checksums"].get(name)
-            if written is not None and (found := checksum_of(self.path / name)) != written:
+            if written is not None and (actual := checksum_of(self.path / name)) != written:
                 raise DataError(
-                    f"{self.path / name} is corrupt: its checksum is {found:08x} and was {written:08x} when it was written; {_instead_of(self.path)}"
+                    f"{self.path / name} is corrupt: its checksum is {actual:08x} and was {written:08x} when it was written; {_instead_of(self.path)}"
                 )
 
 

@@ -290,10 +290,10 @@ def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoin
         UsageError: they differ; the message names every difference.
     """
     was, now = resumed.config.to_dict(), config.to_dict()
-    found = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
-    found += _differences(settings, resumed)
-    if found:
-        raise _differs(resumed, found)
+    differences = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
+    differences += _differences(settings, resumed)
+    if differences:
+        raise _differs(resumed, differences)
 
 
 @contextmanager

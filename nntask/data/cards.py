@@ -61,10 +61,10 @@ def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
     import yaml
 
     try:
-        found = yaml.safe_load(head.group(1))
+        front_matter = yaml.safe_load(head.group(1))
     except yaml.YAMLError as error:
         raise DataError(f"the card {path} does not begin with valid YAML: {' '.join(str(error).split())}; fix it, or name the files") from None
-    configs = found.get("configs") if isinstance(found, dict) else None
+    configs = front_matter.get("configs") if isinstance(front_matter, dict) else None
     if not isinstance(configs, list):
         raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}; fix it, or name the files")
     return tuple(_config(each, path) for each in configs)

@@ -77,19 +77,19 @@ class ChatTemplate:
             return self._of_tools.rendered(line, counts)
         if counts is not None:
             counts.check("chat", [line.values], line.where)
-        found = conversation_of(line, self._reads)
+        conversation = conversation_of(line, self._reads)
         if counts is not None:
             counts.check("message", line.values[MESSAGES], line.where)
-            counts.add("nulls_in_tools", found.has_nulls)
+            counts.add("nulls_in_tools", conversation.has_nulls)
 
         def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
-            return self._render(messages, found.where, prompts=prompts, given=found.given)[0]
+            return self._render(messages, conversation.where, prompts=prompts, given=conversation.given)[0]
 
-        text, blocks = self._render(found.messages, found.where, given=found.given)
-        answers = Answers(write, found.messages, text)
-        self._check_written(found, text, answers, counts)
+        text, blocks = self._render(conversation.messages, conversation.where, given=conversation.given)
+        answers = Answers(write, conversation.messages, text)
+        self._check_written(conversation, text, answers, counts)
         try:
-            return text, answers.spans(found.learnt, blocks)
+            return text, answers.spans(conversation.learnt, blocks)
         except Untold:
             raise DataError(
                 f"{line.where} has a conversation that the chat template of {self._name} writes differently once more messages follow, so "

@@ -55,10 +55,10 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
     Raises:
         DataError: the row has no messages or none of the assistant, or a value of the wrong type.
     """
-    found = messages_of(line)
-    learnt = [_is_learnt(each, line.where) for each in found]
-    messages = [plain_message(each, reads, line.where) for each in found]
-    has_nulls = any("tool_calls" in each and _has_null_arguments(each) for each in found)
+    raw_messages = messages_of(line)
+    learnt = [_is_learnt(each, line.where) for each in raw_messages]
+    messages = [plain_message(each, reads, line.where) for each in raw_messages]
+    has_nulls = any("tool_calls" in each and _has_null_arguments(each) for each in raw_messages)
     given: dict[str, Any] = {"tools": None, "documents": None}
     if not _GIVEN.isdisjoint(line.values):
         given = {name: _list_under(line, name) for name in given} | _variables(line)
@@ -67,7 +67,7 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
         except RecursionError:
             raise DataError(f'{line.where} has "tools" that are nested too deeply; fix or remove the line') from None
         has_nulls |= tools_have_nulls
-    return Conversation(found, messages, learnt, given, line.where, has_nulls)
+    return Conversation(raw_messages, messages, learnt, given, line.where, has_nulls)
 
 
 def messages_of(line: Record) -> list[Mapping[str, Any]]:
@@ -76,14 +76,14 @@ def messages_of(line: Record) -> list[Mapping[str, Any]]:
     Raises:
         DataError: the row has no list of messages, or no message of the assistant.
     """
-    found = line.values.get(MESSAGES)
-    is_list = isinstance(found, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
-    if not is_list or not found:
+    messages = line.values.get(MESSAGES)
+    is_list = isinstance(messages, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages)
+    if not is_list or not messages:
         shape = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; fix or remove the line')
-    if all(each["role"] != ASSISTANT for each in found):
+    if all(each["role"] != ASSISTANT for each in messages):
         raise DataError(f"{line.where} has no message of the role {ASSISTANT}, whose answers are learnt; fix or remove the line")
-    return list(found)
+    return list(messages)
 
 
 def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) -> dict[str, Any]:

@@ -89,9 +89,9 @@ def with_template(tokenizer: Tokenizer, file: str) -> Tokenizer:
     config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
     if "chat_template" in config:  # older readers know no chat_template.jinja
         files[TOKENIZER_CONFIG] = json.dumps({**config, "chat_template": source}, indent=2, ensure_ascii=False) + "\n"
-    found = copy.copy(tokenizer)
-    found.special = replace(tokenizer.special, files=files)
-    return found
+    templated = copy.copy(tokenizer)
+    templated.special = replace(tokenizer.special, files=files)
+    return templated
 
 
 def template_notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:

@@ -49,13 +49,13 @@ def stdlib_corpus(select: int = -1) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [Text(name, root / name) for name in names_below(root, _SKIPPED) if name.endswith(".py")]
     texts += sorted((s for s in sources if not s.name.startswith(_MACHINE_ONLY)), key=lambda s: _hash(s.name))
-    kept, nbytes = [], 0
+    chosen, nbytes = [], 0
     for text in texts:
         size = text.path.stat().st_size if text.path else len(text.content.encode())
         if nbytes + size <= STDLIB_NBYTES:
-            kept.append(text)
+            chosen.append(text)
             nbytes += size
-    return _split("stdlib", kept[:select] if select > 0 else kept)
+    return _split("stdlib", chosen[:select] if select > 0 else chosen)
 
 
 def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = "") -> Corpus:
@@ -69,25 +69,25 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
     Raises:
         DataError: the path does not exist, holds no text, or holds a dangling link or a table that cannot be read.
     """
-    found = data_files(str(path), "--dataset-path", _is_any, _has_rows)
+    data = data_files(str(path), "--dataset-path", _is_any, _has_rows)
     where = f"--dataset-path {path}"
-    files, empty = _filled(found.train, where)
-    sentences, findings = tuple(filter(None, (found.sentence,))), (*found.findings, *empty)
-    has_split = bool(val_path or found.validation)
-    train, rows = _texts(found, files, "training" if has_split else "")
+    files, empty = _filled(data.train, where)
+    sentences, findings = tuple(filter(None, (data.sentence,))), (*data.findings, *empty)
+    has_split = bool(val_path or data.validation)
+    train, rows = _texts(data, files, "training" if has_split else "")
     _check_rows(train, rows, where)
     findings += tuple(rows.findings())
     corpus = Corpus(Path(path).name, _first(train, select), (), sentences, findings)
     if val_path:
         scored = scored_corpus(val_path)
         return replace(corpus, validation=scored.train, sentences=sentences + scored.sentences, findings=findings + scored.findings)
-    if found.validation:
+    if data.validation:
         where = f"the validation split of {where}"
-        held, empty = _filled(found.validation, where)
-        validation, rows = _texts(found, held, "validation")
+        held, empty = _filled(data.validation, where)
+        validation, rows = _texts(data, held, "validation")
         missing = () if validation else (no_validation(where),)
         return replace(corpus, validation=validation, findings=(*findings, *empty, *rows.findings(), *missing))
-    return _held_out(found, files, select, train, corpus)
+    return _held_out(data, files, select, train, corpus)
 
 
 def scored_corpus(path: str) -> Corpus:
@@ -96,12 +96,12 @@ def scored_corpus(path: str) -> Corpus:
     Raises:
         DataError: see `text_corpus`.
     """
-    found = scored_files(path, "--val-path", _is_any, _has_rows)
-    files, empty = _filled(found.train, f"--val-path {path}")
-    texts, rows = _texts(found, files, "validation")
+    data = scored_files(path, "--val-path", _is_any, _has_rows)
+    files, empty = _filled(data.train, f"--val-path {path}")
+    texts, rows = _texts(data, files, "validation")
     _check_rows(texts, rows, f"--val-path {path}")
-    findings = (*found.findings, *empty, *rows.findings())
-    return Corpus(Path(path).name, texts, (), (found.sentence,) if found.sentence else (), findings)
+    findings = (*data.findings, *empty, *rows.findings())
+    return Corpus(Path(path).name, texts, (), (data.sentence,) if data.sentence else (), findings)
 
 
 def _held_out(found: DataFiles, files: Sequence[Path], select: int, texts: Texts, corpus: Corpus) -> Corpus:

@@ -85,8 +85,8 @@ def scored_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows:
     """
     root = Path(path)
     if not root.is_dir():
-        found = data_files(path, flag, is_data, has_rows)
-        return replace(found, sentence=found.sentence.replace(": training ", ": validation ", 1))
+        data = data_files(path, flag, is_data, has_rows)
+        return replace(data, sentence=data.sentence.replace(": training ", ": validation ", 1))
     where = f"{flag} {path}"
     splits = splits_of(_listing(root, where), is_data, has_rows)
     if splits.train and splits.test and not splits.validation:

@@ -83,14 +83,14 @@ def _byte_offsets(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.
     Templates write the end of text as a word, and the tokenizer of an exported run reads it as one id.
     """
     end = tokenizer.end_of_text
-    ids, starts, at = [], [], 0
+    ids, starts, position = [], [], 0
     for number, piece in enumerate(text.split(END_OF_TEXT) if end > ord("\n") else [text]):
         if number:
             ids.append(np.array([end], np.int32))
-            starts.append(np.array([at], np.int64))
-            at += len(END_OF_TEXT)
+            starts.append(np.array([position], np.int64))
+            position += len(END_OF_TEXT)
         ids.append(tokenizer.encode([piece])[0].astype(np.int32))
-        starts.append(np.repeat(np.arange(at, at + len(piece)), [len(each.encode("utf-8", "replace")) for each in piece]))
-        at += len(piece)
-    found = np.concatenate(starts)
-    return np.concatenate(ids), found, [(int(start), int(start) + 1) for start in found]
+        starts.append(np.repeat(np.arange(position, position + len(piece)), [len(each.encode("utf-8", "replace")) for each in piece]))
+        position += len(piece)
+    offsets = np.concatenate(starts)
+    return np.concatenate(ids), offsets, [(int(start), int(start) + 1) for start in offsets]

@@ -30,8 +30,8 @@ def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | Non
     Raises:
         DataError: the tokenizer lacks a token that the objective needs.
     """
-    found = _sequences_of(source, objective, tokenizer, vocab_size, seed)
-    return PlacedTexts(found) if objective.has_text_positions else found
+    sequences = _sequences_of(source, objective, tokenizer, vocab_size, seed)
+    return PlacedTexts(sequences) if objective.has_text_positions else sequences
 
 
 def _sequences_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:

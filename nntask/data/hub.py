@@ -42,10 +42,10 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
     root = wikitext_directory(path)
     if root.is_file():
         return {"train": (root,)}
-    found = sorted(each for each in root.rglob("*") if each.is_file() and each.suffix in _SUFFIXES and not each.name.startswith("."))
-    found = [each for each in found if _NAME in each.parts] or found
+    candidates = sorted(each for each in root.rglob("*") if each.is_file() and each.suffix in _SUFFIXES and not each.name.startswith("."))
+    candidates = [each for each in candidates if _NAME in each.parts] or candidates
     for suffix in _SUFFIXES:
-        of_suffix = [(each, splits_in(each.name)) for each in found if each.suffix == suffix]
+        of_suffix = [(each, splits_in(each.name)) for each in candidates if each.suffix == suffix]
         splits = {split: tuple(each for each, claimed in of_suffix if claimed == {split}) for split in ("train", "validation")}
         if splits["train"]:
             return splits
@@ -165,12 +165,12 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
     Raises:
         DataError: the tokenizer is not on this machine and cannot be fetched.
     """
-    found = tokenizer_location(name, path)
-    if found.is_file() or has_tokenizer(found):
+    location = tokenizer_location(name, path)
+    if location.is_file() or has_tokenizer(location):
         return
     if has_tokenizer(Path(name)):
         raise DataError(f"--tokenizer takes a name of the Hub, and {name} is a directory of this machine; give it with --tokenizer-path {name}")
-    what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or found}"
+    what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or location}"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install -e '.[hf]', or {advice}")
     check_hub(what, advice)
@@ -182,16 +182,16 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
     Raises:
         DataError: the tokenizer cannot be fetched.
     """
-    found = tokenizer_location(name, path)
-    if not found.is_file() and not has_tokenizer(found):
+    location = tokenizer_location(name, path)
+    if not location.is_file() and not has_tokenizer(location):
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
             for each in SPECIAL_FILES:
                 with contextlib.suppress(EntryNotFoundError):
-                    hf_hub_download(name, each, local_dir=str(found))
-            hf_hub_download(name, TOKENIZER_FILE, local_dir=str(found))
+                    hf_hub_download(name, each, local_dir=str(location))
+            hf_hub_download(name, TOKENIZER_FILE, local_dir=str(location))
         except Exception as error:  # the package passes on whatever its many parts raise
             raise DataError(f"--tokenizer {name} could not be fetched: {_first_line(error)}; {advice}") from error
-    return found
+    return location

@@ -168,18 +168,18 @@ def split_directories(path: str, objective: Objective, flag: str = "--dataset-pa
     """
     root = Path(path)
     folders = _subfolders(root) if root.is_dir() else []
-    found = split_folders(folder.name for folder in folders)
-    if "train" not in found or {folder.name for folder in folders} <= set(objective.labels):
+    by_split = split_folders(folder.name for folder in folders)
+    if "train" not in by_split or {folder.name for folder in folders} <= set(objective.labels):
         return {}
-    of_splits = [name for names in found.values() for name in names]
+    of_splits = [name for names in by_split.values() for name in names]
     if not all(_subfolders(root / name) and not _has_images(root / name) for name in of_splits):
         return {}
-    if len(of_splits) < len(folders) or any(len(names) > 1 for names in found.values()):
+    if len(of_splits) < len(folders) or any(len(names) > 1 for names in by_split.values()):
         raise DataError(
             f"{flag} {path} must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
-            f"name the folder of the classes, as in {flag} {root / found['train'][0]}"
+            f"name the folder of the classes, as in {flag} {root / by_split['train'][0]}"
         )
-    return {split: str(root / names[0]) for split, names in found.items()}
+    return {split: str(root / names[0]) for split, names in by_split.items()}
 
 
 def told_images(path: str, val_path: str, objective: Objective) -> str:
@@ -238,9 +238,9 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
     files: list[Path] = []
     labels: list[int] = []
     for number, folder in enumerate(folders):
-        found = sorted(each for each in folder.rglob("*") if each.suffix.lower() in SUFFIXES and not each.name.startswith("."))
-        files += found
-        labels += [objective.labels.index(folder.name) if by_name else number] * len(found)
+        images = sorted(each for each in folder.rglob("*") if each.suffix.lower() in SUFFIXES and not each.name.startswith("."))
+        files += images
+        labels += [objective.labels.index(folder.name) if by_name else number] * len(images)
     if not files:
         raise DataError(f"{flag} {root} has no image; give a directory with a folder of images for each class")
     return files, np.array(labels, np.int32)
@@ -260,8 +260,8 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
             raise ValueError("it is not a whole .npz archive")
         else:
             _check_unpacked(path)
-            with np.load(path, allow_pickle=False) as found:
-                images, labels = found["images"], found["labels"]
+            with np.load(path, allow_pickle=False) as archive:
+                images, labels = archive["images"], archive["labels"]
     except Exception as error:  # errors have many types: NumPy evaluates a header as Python, and decoders meet malformed data
         raise DataError(
             f"{flag} {path} is not a file of images: {error}; give an .npz with images and labels, an .npy together with {beside.name}, or a "

@@ -146,18 +146,18 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
 
 def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     """Return the splits by keywords in folders or files, None for a plain tree; raise DataError for a file of several splits or many of none."""
-    marked = {name: found for name in files if (found := splits_in_folders(name))}
+    marked = {name: splits for name in files if (splits := splits_in_folders(name))}
     layout = "names of folders"
-    if not any("train" in found for found in marked.values()):
+    if not any("train" in splits for splits in marked.values()):
         layout = layout if marked else "names of files"
-        marked |= {name: found for name in files if name not in marked and (found := splits_in(base_name(name)))}
+        marked |= {name: splits for name in files if name not in marked and (splits := splits_in(base_name(name)))}
     if not marked:
         return None
-    for name, found in marked.items():
-        if "train" in found and len(found) > 1:
-            raise DataError(f"{listing.where} has {name}, whose name belongs to the splits {' and '.join(sorted(found))}; {_advice(listing, name)}")
-    train, test = (tuple(name for name, found in marked.items() if split in found) for split in ("train", "test"))
-    validation = tuple(name for name, found in marked.items() if found == {"validation"})
+    for name, splits in marked.items():
+        if "train" in splits and len(splits) > 1:
+            raise DataError(f"{listing.where} has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}; {_advice(listing, name)}")
+    train, test = (tuple(name for name, splits in marked.items() if split in splits) for split in ("train", "test"))
+    validation = tuple(name for name, splits in marked.items() if splits == {"validation"})
     others = tuple(name for name in files if name not in marked)
     kept_apart = validation or test or any(splits_in(base_name(name)) - {"train"} for name in others)
     _check_configs(listing, train)

@@ -145,16 +145,16 @@ def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None, finding
     with written_aside(path) as new:
         new.mkdir()
         with (new / _VALUES).open("wb") as values, (new / _ENDS).open("wb") as ends:
-            at, ends_at = 0, [0]
+            num_ids, ends_at = 0, [0]
             ends.write(np.array(ends_at, _END).tobytes())
             for row in rows:
                 for field in row:
                     values.write(np.asarray(field, _ID).tobytes())
-                    at += len(field)
-                    ends.write(np.array([at], _END).tobytes())
+                    num_ids += len(field)
+                    ends.write(np.array([num_ids], _END).tobytes())
         write_findings(new / FINDINGS, findings())
         if pack is not None:
-            _write_packs(new, len(row) if at else 1, pack)
+            _write_packs(new, len(row) if num_ids else 1, pack)
         digits = {name: block_checksums(new / name) for name in (_VALUES, _ENDS, _BEGINS) if (new / name).exists()}
         (new / _CHECKSUMS).write_text(sealed(digits), encoding="utf-8")
 

@@ -186,15 +186,15 @@ def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[s
     Raises:
         DataError: a key is refused.
     """
-    rules, found = ROW_KEYS[kind], []
+    rules, unknown = ROW_KEYS[kind], []
     for key, value in values.items():
         rule = rules.get(key)
         if rule is None:
-            found.append(key)
+            unknown.append(key)
         elif rule.is_refused(value):
             what = "a message with" if kind == "message" else ""
             raise DataError(f'{where} has {what}{" " if what else ""}"{key}", which is not read: {rule.reason}, or remove the key')
-    return found
+    return unknown
 
 
 def format_hint(keys: Iterable[str]) -> str:

@@ -147,9 +147,9 @@ def normalizer_of(text: bytes) -> Mapping[str, Any] | None:
     """
     size = 1 << 16
     while size < len(text):
-        found = _before_model(text[:size].decode("utf-8", "ignore"))
-        if found is not None:
-            values, rest = found
+        head = _before_model(text[:size].decode("utf-8", "ignore"))
+        if head is not None:
+            values, rest = head
             if text.find(b'"normalizer"', rest) < 0 and text.find(b"\\u00", rest) < 0:  # a second key, possibly escaped, would replace it
                 normalizer: Mapping[str, Any] | None = values.get("normalizer")
                 return normalizer
@@ -185,15 +185,15 @@ def _before_model(text: str) -> tuple[dict[str, Any], int] | None:
 
 def steps(component: Any) -> list[Mapping[str, Any]]:
     """Return the steps of a section of a tokenizer.json, with sequences flattened."""
-    waiting, found = [] if component is None else [component], list[Mapping[str, Any]]()
+    waiting, flat = [] if component is None else [component], list[Mapping[str, Any]]()
     while waiting:
         step = waiting.pop()
         inside = next((step[key] for key in _LISTS if key in step), None) if isinstance(step, Mapping) and step.get("type") == "Sequence" else None
         if isinstance(inside, list):
             waiting.extend(reversed(inside))
         else:
-            found.append(step if isinstance(step, Mapping) else {"type": str(step)})
-    return found
+            flat.append(step if isinstance(step, Mapping) else {"type": str(step)})
+    return flat
 
 
 def _is_bounded(step: Mapping[str, Any]) -> bool:
@@ -230,8 +230,8 @@ def _is_bounded_template(step: Mapping[str, Any]) -> bool:
         pieces = step.get(name)
         if not isinstance(pieces, list) or len(pieces) > _MOST_PIECES:
             return False
-        found = [piece["Sequence"].get("id") for piece in pieces if isinstance(piece, Mapping) and isinstance(piece.get("Sequence"), Mapping)]
-        if sorted(map(str, found)) != texts:
+        sequences = [piece["Sequence"].get("id") for piece in pieces if isinstance(piece, Mapping) and isinstance(piece.get("Sequence"), Mapping)]
+        if sorted(map(str, sequences)) != texts:
             return False
         names = [piece["SpecialToken"].get("id") for piece in pieces if isinstance(piece, Mapping) and "SpecialToken" in piece]
         if sum(counts.get(each, 0) for each in names) > _MOST_AROUND:

@@ -230,9 +230,9 @@ def in_order(examples: Examples, batch: int, num_batches: int) -> list[Batch]:
     total = examples.num_sequences
     batches = []
     for first in range(0, min(total, num_batches * batch), batch):
-        found = examples.arrays(np.arange(first, min(first + batch, total)), VALIDATION)
+        rows_by_name = examples.arrays(np.arange(first, min(first + batch, total)), VALIDATION)
         arrays = {}
-        for name, rows in found.items():
+        for name, rows in rows_by_name.items():
             arrays[name] = np.full((batch, *rows.shape[1:]), IGNORED if name == "targets" else 0, rows.dtype)
             arrays[name][: len(rows)] = rows
         batches.append(Batch(arrays))

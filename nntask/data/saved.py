@@ -27,19 +27,19 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
         return _rest(listing, named_splits(listing, "save_to_disk", {name: _tables(listing, name) for name in names}, folders=True), is_data)
     if STATE in listing.documents and (tables := _tables(listing, "")):
         return _rest(listing, Splits("save_to_disk", tables), is_data)
-    found = [name.rpartition("/")[0] for name in listing.documents if name.endswith(f"/{DICT}")]
-    below = tuple(f"{folder}/" for folder in found)
+    folders = [name.rpartition("/")[0] for name in listing.documents if name.endswith(f"/{DICT}")]
+    below = tuple(f"{folder}/" for folder in folders)
     states = (name.rpartition("/")[0] for name in listing.documents if name.endswith(f"/{STATE}") and not name.startswith(below))
-    found += [folder for folder in states if _tables(listing, folder)]
-    if len(found) == 1:
-        inner = saved_splits(listing.below(found[0]), is_data)
-        return None if inner is None else _rest(listing, inner.within(found[0]), is_data)
-    if found and all(splits_in(folder) and f"{folder}/{DICT}" not in listing.documents for folder in found):
-        return _rest(listing, named_splits(listing, "save_to_disk", {folder: _tables(listing, folder) for folder in found}, folders=True), is_data)
-    if found:
-        names = ", ".join(found[:8])
+    folders += [folder for folder in states if _tables(listing, folder)]
+    if len(folders) == 1:
+        inner = saved_splits(listing.below(folders[0]), is_data)
+        return None if inner is None else _rest(listing, inner.within(folders[0]), is_data)
+    if folders and all(splits_in(folder) and f"{folder}/{DICT}" not in listing.documents for folder in folders):
+        return _rest(listing, named_splits(listing, "save_to_disk", {folder: _tables(listing, folder) for folder in folders}, folders=True), is_data)
+    if folders:
+        names = ", ".join(folders[:8])
         raise DataError(
-            f"{listing.where} holds {len(found)} datasets of save_to_disk: {names}; name one, as in {listing.flag} {listing.root}/{found[0]}"
+            f"{listing.where} holds {len(folders)} datasets of save_to_disk: {names}; name one, as in {listing.flag} {listing.root}/{folders[0]}"
         )
     return None
 
@@ -73,12 +73,12 @@ def object_in(listing: Listing, name: str) -> Mapping[str, Any]:
         DataError: the document is not a JSON object.
     """
     try:
-        found = json.loads(listing.documents[name])
+        document = json.loads(listing.documents[name])
     except (ValueError, RecursionError) as error:
         raise DataError(f"{listing.root}/{name} is not JSON: {error}; copy it again, or remove it") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise DataError(f"{listing.root}/{name} must be an object, got {listing.documents[name][:40]!r}; copy it again, or remove it")
-    return found
+    return document
 
 
 def _rest(listing: Listing, found: Splits, is_data: Callable[[str], bool]) -> Splits:

@@ -109,11 +109,11 @@ def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:
     if not added:
         return ()
     size = 2 * max(len(token.content) for token in added) + 2
-    found = [(re.compile("|".join(re.escape(token.content) for token in added)), None, size)]
+    expressions = [(re.compile("|".join(re.escape(token.content) for token in added)), None, size)]
     if inner.normalizer is not None and (some := [token.content for token in added if token.normalized]):
         contents = {inner.normalizer.normalize_str(content) for content in some} - {""}
-        found.append((re.compile("|".join(map(re.escape, contents))), inner.normalizer, size))
-    return tuple(found)
+        expressions.append((re.compile("|".join(map(re.escape, contents))), inner.normalizer, size))
+    return tuple(expressions)
 
 
 def _is_seam(kind: Kind, normalizers: list[Mapping[str, Any]], splitters: list[Mapping[str, Any]], inner: Any) -> bool:
@@ -121,10 +121,10 @@ def _is_seam(kind: Kind, normalizers: list[Mapping[str, Any]], splitters: list[M
     if not all(_normalizes_apart(kind, step, normalizers) for step in normalizers):
         return False
     is_replaced = any(_replaces_space(step) for step in normalizers)
-    found = [_splits_apart(kind, step, is_replaced) for step in splitters]
-    if None in found:
+    apart = [_splits_apart(kind, step, is_replaced) for step in splitters]
+    if None in apart:
         return False
-    if any(found):
+    if any(apart):
         return True
     is_replaced = is_replaced or any(step["type"] == "Metaspace" for step in splitters)
     return _merges_apart(inner, _METASPACE if is_replaced else " ", kind) and not any(step["type"] == "ByteLevel" for step in splitters)

@@ -155,9 +155,9 @@ def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int]
     """
     for name in (GENERATION, _CONFIG):
         value = objects.get(name, {}).get(key)
-        found = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0]
-        if any(each in special for each in found):
-            return tuple(dict.fromkeys(each for each in found if inner.id_to_token(each) is not None))
+        ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0]
+        if any(each in special for each in ids):
+            return tuple(dict.fromkeys(each for each in ids if inner.id_to_token(each) is not None))
     return ()
 
 

@@ -64,24 +64,24 @@ def splits(pattern: str, left: Side, right: Side) -> bool | None:
 
 def _alternatives(pattern: str) -> list[str]:
     """Return the alternatives of an expression; groups and sets are not divided."""
-    found, level, is_set, escaped = [""], 0, False, False
+    alternatives, level, is_set, escaped = [""], 0, False, False
     for char in pattern:
         if not escaped and not is_set:
             level += (char == "(") - (char == ")")
             is_set = char == "["
             if char == "|" and level == 0:
-                found.append("")
+                alternatives.append("")
                 continue
         elif not escaped and char == "]":
             is_set = False
         escaped = char == "\\" and not escaped
-        found[-1] += char
-    return found
+        alternatives[-1] += char
+    return alternatives
 
 
 def _items(alternative: str) -> list[_Item] | None:
     """Return the items of an alternative; None if the grammar does not cover one."""
-    found, position = [], 0
+    items, position = [], 0
     while position < len(alternative):
         item = _ITEM.match(alternative, position)
         if item is None:
@@ -95,8 +95,8 @@ def _items(alternative: str) -> list[_Item] | None:
             repeats = count[0] != "?" and count[0] != "{1}"
             if alternative[position : position + 1] in ("?", "+"):  # lazy and possessive counts
                 return None
-        found.append(_Item(_sides_of(item), least, repeats))
-    return found
+        items.append(_Item(_sides_of(item), least, repeats))
+    return items
 
 
 def _sides_of(item: re.Match[str]) -> frozenset[Side]:
@@ -114,12 +114,12 @@ def _sides_of(item: re.Match[str]) -> frozenset[Side]:
         left_out |= {"line"} if r"\n" in members or "\n" in members else set()
         left_out |= {"letter"} if r"\p{L}" in members else set()
         return _ALL - left_out
-    found: set[Side] = set()
+    sides: set[Side] = set()
     for member in members:
-        found |= _sides_of_member(member)
+        sides |= _sides_of_member(member)
     if "-" in members and len(members) > 1:  # a range
-        found |= {"word", "letter"} if all(len(member) > 1 or member > " " for member in members) else _ALL
-    return frozenset(found)
+        sides |= {"word", "letter"} if all(len(member) > 1 or member > " " for member in members) else _ALL
+    return frozenset(sides)
 
 
 def _sides_of_member(member: str) -> set[Side]:

@@ -149,12 +149,12 @@ def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str
             raise DataError(
                 f"{listing.where} has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE"
             )
-    found: dict[str, list[str]] = {"train": list(by_split.get(chosen, ())), "validation": [], "test": [], "others": []}
+    chosen_files: dict[str, list[str]] = {"train": list(by_split.get(chosen, ())), "validation": [], "test": [], "others": []}
     for name, files in by_split.items():
         if name != chosen:
             splits = splits_in(name)
-            found["test" if "test" in splits else "validation" if splits == {"validation"} else "others"] += files
-    return Splits(layout, **{split: listing.in_order(files) for split, files in found.items()})
+            chosen_files["test" if "test" in splits else "validation" if splits == {"validation"} else "others"] += files
+    return Splits(layout, **{split: listing.in_order(files) for split, files in chosen_files.items()})
 
 
 def _pattern(files: Sequence[str]) -> str:

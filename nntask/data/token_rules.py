@@ -220,8 +220,8 @@ class TokenService:
             return self._rules.encode([text], special=special)[0].tolist()
         if method not in ("row", "with_offsets", "around", "decode"):
             raise ValueError(method)
-        found = getattr(self._rules, method)(*arguments)
-        return [each.tolist() if isinstance(each, np.ndarray) else each for each in found] if isinstance(found, tuple) else found
+        result = getattr(self._rules, method)(*arguments)
+        return [each.tolist() if isinstance(each, np.ndarray) else each for each in result] if isinstance(result, tuple) else result
 
 
 SERVICE: Final = TokenService

@@ -216,8 +216,8 @@ def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) 
     Raises:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
-    found = open_tokenizer(Path(path), has_template=has_template)
-    return BpeTokenizer(found.inner, found.companions, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
+    opened = open_tokenizer(Path(path), has_template=has_template)
+    return BpeTokenizer(opened.inner, opened.companions, opened.rules, where=opened.directory, notes=opened.notes, terms=opened.terms)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> BpeTokenizer:

@@ -62,14 +62,14 @@ def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
     if given is None:
         return "bert" if is_words else "gpt2"
     name = str(given).removesuffix("Fast")
-    found = next((rule for rule, names in _CLASSES.items() if name in names), None)
-    if found is None or (found == "bert") != is_words:
+    known_rule = next((rule for rule, names in _CLASSES.items() if name in names), None)
+    if known_rule is None or (known_rule == "bert") != is_words:
         files = " and ".join(file.name for file in vocabulary_of(directory))
         raise DataError(
             f"{directory} has {files} and no tokenizer.json, and nntask does not know how a {name} cuts texts into words; write one with: "
             f"{conversion(directory)}"
         )
-    return found
+    return known_rule
 
 
 def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:

@@ -52,8 +52,8 @@ def new_gguf(
     offset = os.fstat(file.fd).st_size
     located = {}
     for name, (kind, shape) in tensors.items():
-        each = _BY_NAME[kind][1]
-        located[name] = LocatedTensor(file, name, each, shape, offset, architecture, heads)
+        tensor_type = _BY_NAME[kind][1]
+        located[name] = LocatedTensor(file, name, tensor_type, shape, offset, architecture, heads)
         offset = _aligned(offset + nbytes_of(kind, shape))
     os.ftruncate(file.fd, offset)
     return located

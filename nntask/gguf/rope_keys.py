@@ -62,8 +62,8 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: Mapping[str, np
             raise keys.refusal(_FACTOR, factor, f"absent with rope_freqs.weight, which scales positions by itself (type {kind})")
         return _llama_3(values, size, factors[ROTARY_FACTORS])
     if kind == "yarn":
-        found = _yarn(keys, values, factor or 1, attention)
-        return None if (found["factor"], attention) == (1, 1) else found
+        yarn = _yarn(keys, values, factor or 1, attention)
+        return None if (yarn["factor"], attention) == (1, 1) else yarn
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
 
 
@@ -79,9 +79,9 @@ def _longrope(keys: Keys, values: Values, kind: str, attention: float, factors: 
         rule = f"longrope with {' and '.join(_LONG.values())} alone, for a {' or '.join(_WITH_LONG)}"
         raise keys.refusal(_TYPE, there, rule)
     original = keys.count(_ORIGINAL, values["max_position_embeddings"])
-    found = {"rope_type": "longrope", _LENGTH: original, **{key: [shortest(each) for each in factors[name].ravel()] for key, name in _LONG.items()}}
+    scaling = {"rope_type": "longrope", _LENGTH: original, **{key: [shortest(each) for each in factors[name].ravel()] for key, name in _LONG.items()}}
     usual = _usual_of_longrope(values["max_position_embeddings"], original)
-    return found if np.float32(usual) == np.float32(attention) else {**found, "attention_factor": attention}
+    return scaling if np.float32(usual) == np.float32(attention) else {**scaling, "attention_factor": attention}
 
 
 def _usual_of_longrope(longest: int, original: int) -> float:
@@ -143,9 +143,9 @@ def scaling_keys(scaling: Values | None) -> dict[str, Any]:
         return {_TYPE: kind, _ORIGINAL: scaling[_LENGTH], _ATTENTION: RopeScaling(**scaling).angle_factor}
     if scaling is None or kind not in ("linear", "yarn"):
         return {}
-    found: dict[str, Any] = {_TYPE: kind, _FACTOR: float(scaling["factor"])}
+    metadata: dict[str, Any] = {_TYPE: kind, _FACTOR: float(scaling["factor"])}
     if kind == "yarn":
-        found[_ORIGINAL] = scaling["original_max_position_embeddings"]
+        metadata[_ORIGINAL] = scaling["original_max_position_embeddings"]
         multiple = RopeScaling(**scaling).angle_factor / _usual(scaling["factor"])
-        found |= {_ATTENTION: multiple} if multiple != 1 else {}
-    return found
+        metadata |= {_ATTENTION: multiple} if multiple != 1 else {}
+    return metadata

@@ -216,10 +216,10 @@ def _single(processor: Any) -> list[int | None]:
     if processor.get("type") in ("BertProcessing", "RobertaProcessing"):
         return [processor["cls"][1], None, processor["sep"][1]]
     steps = processor.get("single") or []
-    found: list[int | None] = []
+    around: list[int | None] = []
     for step in steps:
-        found += named.get(step["SpecialToken"]["id"], {}).get("ids", []) if "SpecialToken" in step else [None]
-    return found or [None]
+        around += named.get(step["SpecialToken"]["id"], {}).get("ids", []) if "SpecialToken" in step else [None]
+    return around or [None]
 
 
 def _differences(content: Mapping[str, Any], tokens: Sequence[str], keys: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> Iterator[str]:

@@ -258,12 +258,12 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
 
 def _told_once() -> Callable[[str], None]:
     """Return a function that receives sentences of all devices of a run, and prints each once."""
-    told, lock = set[str](), Lock()
+    printed, lock = set[str](), Lock()
 
     def tell(sentence: str) -> None:
         with lock:
-            if sentence not in told:
-                told.add(sentence)
+            if sentence not in printed:
+                printed.add(sentence)
                 print(f"nntask: {sentence}", file=sys.stderr)
 
     return tell

@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from scheduler import SIM_DEPTH
 from scheduler.drivers import THREADS
-from scheduler.machine import Models, Rate, WorkerKind, policy_of
+from scheduler.machine import SIM_DEPTH, Models, Rate, WorkerKind, policy_of
 
 from ..config.disk import imaginary_disk_of
 from ..config.settings import ResourceSettings

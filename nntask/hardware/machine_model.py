@@ -17,9 +17,8 @@ from typing import Final, cast
 
 import numpy as np
 
-from scheduler import ASIDE_DEPTH, SIM_DEPTH
 from scheduler.drivers import THREADS, staging_nbytes
-from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, key_of
+from scheduler.machine import ASIDE_DEPTH, SIM_DEPTH, Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, key_of
 from scheduler.planning import Pace, pace_of
 from scheduler.simulation import Duration
 from scheduler.storage import PerfStore, machine_fingerprint

@@ -105,11 +105,11 @@ def search(
     scores = scorer(texts)
     rows = np.arange(len(texts), dtype=np.int32)
     while not all(each.is_done for each in beams):
-        found = scores(rows)
+        step_scores = scores(rows)
         rows = np.arange(len(texts), dtype=np.int32)
         for each in beams:
             if not each.is_done:
-                rows[each.rows] = each.step(found[each.rows], vocab_size, penalties)
+                rows[each.rows] = each.step(step_scores[each.rows], vocab_size, penalties)
     return [each.hypotheses() for each in beams]
 
 

@@ -243,10 +243,10 @@ def padded(model: LanguageModel, sources: Sequence[Sequence[int]], length: int |
         length: T, to add `decoder_tokens` (B, T), which are not written.
     """
     names = ("tokens", "documents") if length is None else ("tokens", "documents", "decoder_tokens")
-    found = model.inputs(len(sources), max(map(len, sources)), names, length)
-    found["tokens"].write(filled(sources, found["tokens"].shape, getattr(model.config, "pad_token_id", None) or 0))
-    found["documents"].write(_is_text(sources))
-    return found
+    tensors = model.inputs(len(sources), max(map(len, sources)), names, length)
+    tensors["tokens"].write(filled(sources, tensors["tokens"].shape, getattr(model.config, "pad_token_id", None) or 0))
+    tensors["documents"].write(_is_text(sources))
+    return tensors
 
 
 def attended(model: LanguageModel, sources: Sequence[Sequence[int]], num_beams: int = 1) -> list[EncoderPast]:

@@ -140,11 +140,11 @@ def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, .
         DoesNotFit: a budget is too small, or the machine cannot provide it.
     """
     check_budgets(machine)
-    target, found = this_machine(machine), needs(*size)
-    if found.fit(target):
+    target, needed = this_machine(machine), needs(*size)
+    if needed.fit(target):
         return
     flags = " or ".join(flag for flag, less in smaller.items() if less != size and needs(*less).fit(target))
-    raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{what_to_raise(target, found)}")
+    raise DoesNotFit(f"{said}: {shortage(target, needed)}; {f'lower {flags}, or ' if flags else ''}{what_to_raise(target, needed)}")
 
 
 def what_to_raise(target: MachineModel, needs: Needs) -> str:
@@ -169,8 +169,8 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
 
     def lacking(shape: BatchShape) -> Needs | None:
         """Return the needs of the largest step that does not fit; None if all steps fit."""
-        found = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (most, PROMPT_ROWS))
-        return max((needs for needs in found if not needs.fit(target)), key=lambda needs: (needs.last(target), needs.task), default=None)
+        steps = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (most, PROMPT_ROWS))
+        return max((needs for needs in steps if not needs.fit(target)), key=lambda needs: (needs.last(target), needs.task), default=None)
 
     if lacking(shape) is None:
         return shape
@@ -201,5 +201,5 @@ def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
         with runtime.record():
             return emit_rows(model, pages.past(inputs, 1), inputs, scores=True)
 
-    kept = sum(token_rows(shape.slots, has_gpus=machine.has_gpus)[:-1]) * source.config.vocab_size * _SCORE_NBYTES * _INSTANCES
-    return needs_of_step(source, tiling, dtype, machine, emit, data=data, kept=kept)
+    scores_nbytes = sum(token_rows(shape.slots, has_gpus=machine.has_gpus)[:-1]) * source.config.vocab_size * _SCORE_NBYTES * _INSTANCES
+    return needs_of_step(source, tiling, dtype, machine, emit, data=data, kept=scores_nbytes)

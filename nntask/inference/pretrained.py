@@ -71,11 +71,11 @@ class TextIds:
         Raises:
             UsageError: the model has no row for one of them.
         """
-        found = [int(each) for each in ids]
-        wrong = next((each for each in found if each >= self.vocab_size), None)
+        numbers = [int(each) for each in ids]
+        wrong = next((each for each in numbers if each >= self.vocab_size), None)
         if wrong is not None:
             raise UsageError(unknown(wrong, self.tokenizer, self.vocab_size, "the prompt"))
-        return found
+        return numbers
 
     def conversation(self, text: str) -> list[int]:
         """Return the ids of a conversation that a chat template has written.
@@ -155,11 +155,11 @@ class ModelSource:
         """
         if self.checkpoint is not None:
             return []
-        found = config_notes(*read_values(self.path))
+        sentences = config_notes(*read_values(self.path))
         return (
-            found + open_gguf(self.path).notes
+            sentences + open_gguf(self.path).notes
             if is_gguf(self.path)
-            else found + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
+            else sentences + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
         )
 
     @property

@@ -212,16 +212,16 @@ class RunningBatch:
         Raises:
             Exception: any exception of the runtime when a task or a memory fails; the batch is unusable afterwards.
         """
-        found: list[tuple[RunningText, NextToken | Diverged]] = []
+        results: list[tuple[RunningText, NextToken | Diverged]] = []
         if self._unread and (error := self._read(text := self._unread[0])) is not None:
-            found.append((text, error))
+            results.append((text, error))
             self.leave(text)
         if texts := [text for text in self.texts if text.is_read]:
-            found += [(text, self._continued(text, scores)) for text, scores in zip(texts, self._scores(texts), strict=True)]
-        for text, each in found:
+            results += [(text, self._continued(text, scores)) for text, scores in zip(texts, self._scores(texts), strict=True)]
+        for text, each in results:
             if isinstance(each, Diverged) or each.end is not None:
                 self.leave(text)
-        return found
+        return results
 
     def _read(self, text: RunningText) -> Diverged | None:
         """Read the next piece of a prompt; the row of a position is always the same. Return the error if requested scores are not finite."""
@@ -252,7 +252,7 @@ class RunningBatch:
         """Return scores (len(texts), V) of the next token of each text."""
         for text in texts:
             self._take_pages(text, len(text.tokens))
-        found = []
+        pieces = []
         for first in range(0, len(texts), self._sizes[-1]):
             piece = texts[first : first + self._sizes[-1]]
             size = next(size for size in self._sizes if size >= len(piece))
@@ -260,8 +260,8 @@ class RunningBatch:
             given = [[text.tokens[-1] for text in piece], [len(text.tokens) - 1 for text in piece]]
             scores = self._run("tokens", size, rows, given, [text.pages for text in piece])
             assert scores is not None  # this step has some
-            found.append(scores[rows])
-        return np.concatenate(found)
+            pieces.append(scores[rows])
+        return np.concatenate(pieces)
 
     def _continued(self, text: RunningText, scores: Scores) -> NextToken | Diverged:
         """Choose the next token of a text from its scores (V,)."""

@@ -51,15 +51,15 @@ class Penalties:
         """
         if self.repetition == 1 and self.no_repeat_ngram == 0:
             return scores
-        found = _widened(scores)
+        penalised = _widened(scores)
         known = np.unique(np.asarray(text, np.intp))
-        known = known[known < len(found)]  # a prompt may contain ids that the model may not choose
+        known = known[known < len(penalised)]  # a prompt may contain ids that the model may not choose
         if self.repetition != 1:
-            those = found[known]
-            found[known] = np.where(those < 0, those * self.repetition, those / self.repetition)
+            those = penalised[known]
+            penalised[known] = np.where(those < 0, those * self.repetition, those / self.repetition)
         if self.no_repeat_ngram:
-            found[_followers(text, self.no_repeat_ngram, len(found))] = -np.inf
-        return found
+            penalised[_followers(text, self.no_repeat_ngram, len(penalised))] = -np.inf
+        return penalised
 
 
 NO_PENALTIES: Final = Penalties()

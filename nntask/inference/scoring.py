@@ -56,14 +56,14 @@ def perplexity(
     tiling = default_tiling(config, batch, length, device="cuda" if runtime.has_gpus else "cpu")
     scorer = Inference(source.build(runtime, tiling, dtype), runtime, length)
     batches = _told(windows(file, length, batch, select), batch, num_windows(file, length, select), progress)
-    found = evaluate(scorer, batches, tokenizer.byte_lengths() if tokenizer else None)
-    assert found is not None  # nothing stops it
-    if not isfinite(found.loss):
+    evaluation = evaluate(scorer, batches, tokenizer.byte_lengths() if tokenizer else None)
+    assert evaluation is not None  # nothing stops it
+    if not isfinite(evaluation.loss):
         raise Diverged(
-            f"the loss of {file.name} is {found.loss}: weights are not finite, or too large for the element type; "
+            f"the loss of {file.name} is {evaluation.loss}: weights are not finite, or too large for the element type; "
             "use an earlier checkpoint, or --dtype fp32"
         )
-    return found
+    return evaluation
 
 
 def num_windows(file: TokenFile, length: int, select: int = -1) -> int:

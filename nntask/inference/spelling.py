@@ -50,14 +50,14 @@ class Spelling:
         Args:
             goes_on: predicate on tokens: if it is true, nothing is spelled before the token, so that runs of such tokens are spelled as a whole.
         """
-        found, count, was_inside = [], 0, False
+        certain_counts, count, was_inside = [], 0, False
         for token in ids:
             is_inside = goes_on(token)
             count += 0 if was_inside and is_inside else len(self.news())
             was_inside = is_inside
-            found.append(count)
+            certain_counts.append(count)
             self.ids.append(token)
-        return found
+        return certain_counts
 
 
 class TokenBytes:

@@ -68,8 +68,8 @@ class BlockChecksums:
         for number in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
             if self._is_equal[number]:
                 continue
-            found = zlib.crc32(os.pread(fd, BLOCK_NBYTES, number * BLOCK_NBYTES))
-            if found != int.from_bytes(self._expected[4 * number : 4 * number + 4], "big"):
+            checksum = zlib.crc32(os.pread(fd, BLOCK_NBYTES, number * BLOCK_NBYTES))
+            if checksum != int.from_bytes(self._expected[4 * number : 4 * number + 4], "big"):
                 return number * BLOCK_NBYTES
             self._is_equal[number] = 1
         return None

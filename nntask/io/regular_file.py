@@ -45,12 +45,12 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> byte
         OSError: see `open_regular`; or the file has more than `most` bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        found = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # read() allocates the requested size
-        while len(found) <= most and (more := file.read(min(_PIECE, most + 1 - len(found)))):  # growing files, and /proc
-            found += more
-    if len(found) > most:
+        content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # read() allocates the requested size
+        while len(content) <= most and (more := file.read(min(_PIECE, most + 1 - len(content)))):  # growing files, and /proc
+            content += more
+    if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
-    return found
+    return content
 
 
 def read_text(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> str:

@@ -23,9 +23,9 @@ def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the checksum is missing or does not match the content.
     """
     content = {key: value for key, value in values.items() if key != SEAL}
-    written, found = values.get(SEAL), _checksum(content)
-    if written != found:
-        raise ValueError(f"its content has the checksum {found}, and {SEAL} says {str(written)[:20]}, so it changed since it was written")
+    written, checksum = values.get(SEAL), _checksum(content)
+    if written != checksum:
+        raise ValueError(f"its content has the checksum {checksum}, and {SEAL} says {str(written)[:20]}, so it changed since it was written")
     return content
 
 

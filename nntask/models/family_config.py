@@ -6,12 +6,13 @@ Keys without a default are required. Keys that are not fields have rules in `for
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, check_divisible, check_object, count, depth, positive, switch
+from .config_checks import ACTIVATIONS, check_divisible, check_object, config_values, count, depth, positive, switch
 from .description import AttentionShape, Description, FeedForwardShape
 from .foreign_keys import COMMON, Rules, check_foreign, renamed
 
@@ -141,6 +142,19 @@ class ModelConfig:
             raise UsageError(f"{source} lacks {', '.join(missing)}; {_article(cls.title)} config needs {', '.join(required)}")
         cls._check(known, source)
         return cls(**known)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Return a config of this family from a file in Hugging Face's format; `config_from_json` reads one of any family.
+
+        Args:
+            path: the file, or the directory of a ``config.json``.
+
+        Raises:
+            DataError: the file cannot be read or is not JSON.
+            UsageError: like `from_dict`.
+        """
+        return cls.from_dict(*config_values(path))
 
     @classmethod
     def of_size(cls, vocab_size: int, width: int, inner_size: int, num_layers: int, num_heads: int, longest: int, **more: Any) -> Self:

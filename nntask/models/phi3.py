@@ -95,11 +95,11 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         values, scaling = super().to_dict(), self.rope_scaling
         if scaling is None or (original := scaling.original_max_position_embeddings) is None:
             return values
-        found = {"type": "longrope", **scaling.to_dict()}
+        longrope = {"type": "longrope", **scaling.to_dict()}
         for key in ("rope_type", _ORIGINAL, *(["factor"] if scaling.factor == max(1.0, self.max_position_embeddings / original) else [])):
-            del found[key]
+            del longrope[key]
         others = {key: values["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
-        return {**values, _ORIGINAL: original, "rope_scaling": found, "rope_parameters": {**found, **others}}
+        return {**values, _ORIGINAL: original, "rope_scaling": longrope, "rope_parameters": {**longrope, **others}}
 
     def block(self, layer: int) -> BlockShape:
         """Return the parts of one block, layer from 0."""

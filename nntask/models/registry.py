@@ -85,8 +85,8 @@ def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
         families = {_HEADS.sub("", family.config.architecture): kind for kind, family in FAMILIES.items()}
         listed = classes if isinstance(classes, list) else [classes]
         kinds = {families.get(_HEADS.sub("", each)) if isinstance(each, str) else None for each in listed}
-        if len(kinds) == 1 and (found := kinds.pop()) is not None:
-            return found
+        if len(kinds) == 1 and (only_kind := kinds.pop()) is not None:
+            return only_kind
         reason = f"its architectures are {shown(classes)}, not of one family here"
     else:
         unread = GPT2Config.unread(values)
@@ -120,14 +120,14 @@ def config_notes(values: Mapping[str, Any], source: str) -> list[str]:
     """
     if values.get("model_type", GPT2Config.model_type) not in FAMILIES:
         return []
-    kind, found = type_of(values, source), []
+    kind, notes = type_of(values, source), []
     family = FAMILIES[kind].config
     if "model_type" not in values:
         what = "architectures are" if values.get("architectures") else "keys are"
-        found.append(f'{source} lacks model_type; its {what} those of {family.title}, and it is read as one (add "model_type": "{kind}")')
+        notes.append(f'{source} lacks model_type; its {what} those of {family.title}, and it is read as one (add "model_type": "{kind}")')
     if unread := family.unread(values):
-        found.append(f"{source} has keys that {family.title} does not have, here or in transformers, and they are ignored: {', '.join(unread)}")
-    return found
+        notes.append(f"{source} has keys that {family.title} does not have, here or in transformers, and they are ignored: {', '.join(unread)}")
+    return notes
 
 
 def untiled_type(values: Mapping[str, Any]) -> str:

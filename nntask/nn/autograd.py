@@ -23,7 +23,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import Handle, kept_in_contribution
+from scheduler import Handle
+from scheduler.machine import kept_in_contribution
 from tiles import TileTensor
 from tiles.kernels import NARROW
 from tiles.ops import elementwise

@@ -20,7 +20,8 @@ from itertools import pairwise
 from math import prod
 from typing import Final, Protocol
 
-from scheduler import Access, Codelet, Handle, R, W, tree
+from scheduler import Access, Codelet, Handle, R, W
+from scheduler.machine import tree
 from tiles import TileTensor
 from tiles.ops import optimizer as optimizer_ops
 

@@ -59,8 +59,8 @@ def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
         UsageError: the step has too many tasks, or no order of the requested name.
     """
     with no_collections():
-        found = capture(run, frozen_base=run.start.frozen_base)
-        return found, fitting_order(found, run, lambda target, needs: advice(run, target, needs))
+        captured = capture(run, frozen_base=run.start.frozen_base)
+        return captured, fitting_order(captured, run, lambda target, needs: advice(run, target, needs))
 
 
 def advice(
@@ -94,14 +94,14 @@ def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Cal
     """Return flags that raise budgets, such as --ram, each of which would make a step fit. The arguments are those of `advice`."""
     is_given_room = not (short := needs.short(target))
     if is_given_room:
-        at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
-        short = [(at, int(1.1 * target.budgets[target.nodes[at][0]]))]
-    found = [_raised(target, _enough(short, target, anew))]
-    if not is_given_room and any(at == target.last for at, _ in short) and not target.storage:
+        node = next((node for node, (name, _) in enumerate(target.nodes) if name == full), 0)
+        short = [(node, int(1.1 * target.budgets[target.nodes[node][0]]))]
+    budgets = [_raised(target, _enough(short, target, anew))]
+    if not is_given_room and any(node == target.last for node, _ in short) and not target.storage:
         other = target.with_empty_disk()
         follow = None if anew is None else lambda larger: with_free_order(anew(larger))  # nothing is known of the links of that disk
-        found.append(_raised(other, _enough(needs.short(other), other, follow), is_new=True))
-    return found
+        budgets.append(_raised(other, _enough(needs.short(other), other, follow), is_new=True))
+    return budgets
 
 
 def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: bool = False) -> str:

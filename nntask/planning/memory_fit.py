@@ -184,11 +184,11 @@ def least_needs(
     name = run.step.order
     if name not in (AUTO, SUBMISSION):
         return needs_of((order or _ordered(plan, run, target)).plan, reading=reading)
-    found = needs_of(plan, reading=reading)
-    if name != AUTO or (quick and found.fits_last(target)):
-        return found
+    as_submitted = needs_of(plan, reading=reading)
+    if name != AUTO or (quick and as_submitted.fits_last(target)):
+        return as_submitted
     least = thriftiest_needs(plan, target, run.step.recompute, quick=quick, reading=reading)
-    return min(found, least, key=lambda needs: needs.last(target))
+    return min(as_submitted, least, key=lambda needs: needs.last(target))
 
 
 def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, quick: bool = False, reading: int = 0) -> Needs:
@@ -197,11 +197,11 @@ def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, qu
     Args:
         quick: whether to skip recomputation if the last tier holds the step without.
     """
-    found = needs_of(plan, minimal=True, reading=reading)
-    if recompute != AUTO or (quick and found.fits_last(target)):
-        return found
+    without_recompute = needs_of(plan, minimal=True, reading=reading)
+    if recompute != AUTO or (quick and without_recompute.fits_last(target)):
+        return without_recompute
     again = [needs_of(each, minimal=True, reading=reading) for each in most_again(plan)]
-    return min([found, *again], key=lambda needs: needs.last(target))
+    return min([without_recompute, *again], key=lambda needs: needs.last(target))
 
 
 def _touched(task: RecordedTask) -> int:

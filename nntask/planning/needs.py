@@ -47,13 +47,13 @@ class Needs:
 
         If workers of host memory can run the task with the largest working set, devices only need room for the smallest task with flops.
         """
-        found = {}
+        budgets = {}
         of_device = self.least if self._fits_task_at(target, 0) else self.task
         for at, (name, _) in enumerate(target.nodes):
             passing = max(self.tile, 0 if at else self.aside) if at not in target.compute_nodes else of_device if at else self.task
-            found[name] = max(passing, self.last(target)) if at == target.last else passing
-        found[target.nodes[0][0]] += self.reading + target.staging
-        return found
+            budgets[name] = max(passing, self.last(target)) if at == target.last else passing
+        budgets[target.nodes[0][0]] += self.reading + target.staging
+        return budgets
 
     def short(self, target: MachineModel) -> list[tuple[int, int]]:
         """Return all nodes of a machine whose budgets must be raised, each with its least sufficient budget.
@@ -103,10 +103,10 @@ def shortage(target: MachineModel, needs: Needs) -> str:
             "with workers for it" + (f" without the {needs.reading:,} B of RAM for readers of files" if needs.reading else "")
         )
     short = needs.short(target)
-    if [at for at, _ in short] == needs.idle(target):
-        at, nbytes = short[0]
-        name = target.nodes[at][0]
+    if [node for node, _ in short] == needs.idle(target):
+        node, nbytes = short[0]
+        name = target.nodes[node][0]
         return f"the smallest task that computes needs {nbytes:,} B, more than the {target.budgets[name]:,} B of {name}, which would stay idle"
-    at, nbytes = max(short, key=lambda each: each[0] == target.last)
-    name = target.nodes[at][0]
+    node, nbytes = max(short, key=lambda each: each[0] == target.last)
+    name = target.nodes[node][0]
     return f"the step needs {nbytes:,} B of {name} at least, more than its budget of {target.budgets[name]:,} B"

@@ -60,24 +60,24 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
     """
     updaters = _open_updaters(run, has_devices=run.machine.has_devices)
     seconds: dict[Updater, float | None] = {}
-    found: dict[Updater, ChosenUpdater] = {}
+    choices: dict[Updater, ChosenUpdater] = {}
     refusal: DoesNotFit | None = None
     for updater in updaters:
-        at = run.updating_on(updater) if run.step.update_on == "auto" else run
+        candidate = run.updating_on(updater) if run.step.update_on == "auto" else run
         seconds[updater] = None
         try:
-            step, order = check_fit(at)
+            step, order = check_fit(candidate)
         except DoesNotFit as error:
             refusal = refusal or error
             continue
-        found[updater] = ChosenUpdater(at, this_machine(at.machine), step, order, {})
+        choices[updater] = ChosenUpdater(candidate, this_machine(candidate.machine), step, order, {})
         if not order.forecasts:  # no data moves, so there is nothing to compare
             break
-    if not found:
+    if not choices:
         assert refusal is not None  # one updater at least was tried
         raise refusal
-    chosen = found[_faster(found)]
-    return chosen._replace(seconds=seconds | _known(found)) if len(updaters) > 1 else chosen
+    chosen = choices[_faster(choices)]
+    return chosen._replace(seconds=seconds | _known(choices)) if len(updaters) > 1 else chosen
 
 
 def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
@@ -89,21 +89,21 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     has_devices = max(target.compute_nodes) > 0
     updaters = _open_updaters(run, has_devices=has_devices)
     seconds: dict[Updater, float | None] = {}
-    found: dict[Updater, ChosenUpdater] = {}
+    choices: dict[Updater, ChosenUpdater] = {}
     fitting: dict[Updater, ChosenUpdater] = {}
     for updater in updaters:
-        at, there = _placed(run, target, updater) if has_devices else (run, target)
-        step = capture(at, frozen_base=at.start.frozen_base)
-        order, needs = order_or_needs(step, at, there)
+        candidate, there = _placed(run, target, updater) if has_devices else (run, target)
+        step = capture(candidate, frozen_base=candidate.start.frozen_base)
+        order, needs = order_or_needs(step, candidate, there)
         fits = needs is None
         seconds[updater] = None
-        if fits or not found:
-            found[updater] = ChosenUpdater(at, there, step, order, {}, needs)
+        if fits or not choices:
+            choices[updater] = ChosenUpdater(candidate, there, step, order, {}, needs)
         if fits:
-            fitting[updater] = found[updater]
+            fitting[updater] = choices[updater]
         if fits and not order.forecasts:
             break
-    chosen = found[_faster(fitting or found)]
+    chosen = choices[_faster(fitting or choices)]
     return chosen._replace(seconds=seconds | _known(fitting)) if len(updaters) > 1 else chosen
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scheduler import Ran, Runtime, SchedulerError, Step
-from scheduler.machine import StepPlan
+from scheduler import Runtime, SchedulerError, Step
+from scheduler.machine import Ran, StepPlan
 
 from ..config.run_config import LanguageRun
 from ..errors import StorageError

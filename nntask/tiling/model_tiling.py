@@ -77,17 +77,17 @@ class ModelTiling:
         def rounded(tile: int, extent: int, step: int) -> int:
             return tile if tile == -1 or extent % step else -(-tile // step) * step
 
-        found = self
+        tiling = self
         for size in sorted(sizes):
             heads = lcm(config.head_size, size) // config.head_size
             heads = lcm(heads, config.n_head // config.n_kv_head)  # a tile holds whole groups
-            found = replace(
-                found,
-                embd_tile=rounded(found.embd_tile, config.n_embd, size),
-                inner_tile=rounded(found.inner_tile, config.inner_size, size),
-                head_tile=rounded(found.head_tile, config.n_head, heads),
+            tiling = replace(
+                tiling,
+                embd_tile=rounded(tiling.embd_tile, config.n_embd, size),
+                inner_tile=rounded(tiling.inner_tile, config.inner_size, size),
+                head_tile=rounded(tiling.head_tile, config.n_head, heads),
             )
-        return found
+        return tiling
 
 
 class Limits(NamedTuple):

@@ -68,13 +68,13 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
     """
     if run.settings.model.attention != "auto":
         return ChosenAttention(run, {} if run.start.resumed is None else _recorded(run.directory))
-    found = _measured(run, measure)
-    is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
+    measured = _measured(run, measure)
+    is_faster = measured.own is not None and measured.cudnn is not None and measured.cudnn < GAIN * measured.own
     own, cudnn = _computed_by(run, "own"), _computed_by(run, "cudnn") if is_faster else None
-    why_not = found.why_not if cudnn is None else _shortage(cudnn)
+    why_not = measured.why_not if cudnn is None else _shortage(cudnn)
     chosen = own if cudnn is None or why_not else cudnn
-    say(f"--attention auto: {_words(found._replace(why_not=why_not), is_faster=is_faster)}")
-    seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
+    say(f"--attention auto: {_words(measured._replace(why_not=why_not), is_faster=is_faster)}")
+    seconds = {"own_seconds": measured.own, "cudnn_seconds": measured.cudnn}
     return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": why_not}})
 
 

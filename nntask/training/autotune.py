@@ -22,8 +22,8 @@ from time import perf_counter
 from typing import Final, NamedTuple, cast
 
 import scheduler
-from scheduler import Accesses, Runtime, Trace
-from scheduler.machine import RecordedTask, StepPlan, Task, key_of
+from scheduler import Runtime, Trace
+from scheduler.machine import Accesses, RecordedTask, StepPlan, Task, key_of
 
 from ..config.run_config import RunConfig
 from ..config.tile_sizes import TILE_FLAGS, retiled
@@ -125,9 +125,9 @@ def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelT
         return retiled(run, cut(config, minibatch, length, limits)).model.tiling
 
     def measure_once(tiling: ModelTiling) -> None:
-        found, how = measure(run, tiling, stopped)
-        seconds.setdefault(tiling, []).append(found)
-        say(f"auto-tile: {_words(tiling)}: {how if found == inf else f'{found:.4g} s a step{how}'}")
+        step_seconds, how = measure(run, tiling, stopped)
+        seconds.setdefault(tiling, []).append(step_seconds)
+        say(f"auto-tile: {_words(tiling)}: {how if step_seconds == inf else f'{step_seconds:.4g} s a step{how}'}")
 
     def measured(tiling: ModelTiling) -> float:
         if tiling not in seconds:

@@ -121,20 +121,20 @@ class Comparison:
         theirs, arrays = other
         if theirs.name != task.name or [tile.name for tile in theirs.tiles] != [tile.name for tile in task.tiles]:
             raise AssertionError(f"task {task.number} is {task.name} on {task.worker} and {theirs.name} on {theirs.worker}")
-        found, largest = [], 0.0
+        differences, largest = [], 0.0
         for tile, array in zip(written, arrays, strict=True):
             a, b = (array, tile.data) if which else (tile.data, array)
             gap, difference = compare(tile.name, a, b, self.rtol, self.atol)
             largest = max(largest, gap)
             if difference is not None:
-                found.append(difference)
+                differences.append(difference)
         with self._changed:
             self.num_tasks += 1
             self.num_tiles += len(written)
             self.largest = max(self.largest, largest)
-            if found and (self.first is None or task.number < self.first.number):
+            if differences and (self.first is None or task.number < self.first.number):
                 reads = tuple(tile.name for tile in task.tiles if tile.mode != W)
-                self.first = TaskDifference(task.name, task.number, task.replay, reads, tuple(found))
+                self.first = TaskDifference(task.name, task.number, task.replay, reads, tuple(differences))
 
     def _keep(self, which: int, task: FinishedTask, arrays: list[Array]) -> None:
         """Keep results for the other side, and wait while it is far back. Only one side waits at a time, so one always goes on."""

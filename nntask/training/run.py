@@ -89,10 +89,10 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
     if cluster is None:
         check_start(run)
     if run.tiles.is_measured:
-        found = in_best_tiles(run, printer.say)
-        if isinstance(found, int):
-            return found
-        run = found
+        tiled = in_best_tiles(run, printer.say)
+        if isinstance(tiled, int):
+            return tiled
+        run = tiled
     run = with_known_base(run)
     run, attention = choose_attention(run, printer.say)
     foreseen = None

@@ -59,7 +59,8 @@ class FinishedTask:
         worker: name of the worker that ran it, such as "cpu:0".
         node: name of the memory node of its data, such as "ram".
         start_ns, end_ns: start and end of the kernel on the clock of `time.perf_counter_ns`.
-        tiles: the task's data in the order of the kernel's arguments, without scratch memory.
+        tiles: the task's data in the order of the kernel's arguments, without scratch memory. Each has `name` (of its handle), `mode` (R, W or RW),
+            `nbytes` (its exact size) and `data`, a read-only view that is valid until the callback returns; copy it to keep it.
     """
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -57,14 +58,24 @@ def test_parts_of_the_core_are_independent(name: str) -> None:
     assert not leaves & {other.rpartition(".")[2] for other in INDEPENDENT}
 
 
+def foreign_imports(path: Path) -> Iterator[str]:
+    """Packages that a module must not import: those of the floors above it, peft, and torch outside wrappers/torch."""
+    package = path.relative_to(ROOT).parts[0]
+    above = set(FLOORS[: FLOORS.index(package)]) - ({"wrappers"} if path == ROOT / "nntask" / "__main__.py" else set())
+    refused = above | {"peft"} | (set() if ROOT / "wrappers" / "torch" in path.parents else {"torch"})
+    yield from sorted(refused & {name.partition(".")[0] for name in imports(path)})
+
+
 def test_modules_say_what_they_are() -> None:
-    """The first statement of a module is a docstring, and imports run from the floor above to the one below."""
-    for path in MODULES:
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
-        package = path.relative_to(ROOT).parts[0]
-        above = set(FLOORS[: FLOORS.index(package)]) - ({"wrappers"} if path == ROOT / "nntask" / "__main__.py" else set())
-        found = {name.partition(".")[0] for name in imports(path)}
-        assert not found & above, f"{path} imports {sorted(found & above)}"
+    """The first statement of a module is a docstring."""
+    silent = [str(path.relative_to(ROOT)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent, "these modules have no docstring:\n" + "\n".join(silent)
+
+
+def test_imports_run_one_way() -> None:
+    """From the floor above to the one below; torch is imported by tests, benchmarks and wrappers/torch only, peft by tests."""
+    faults = [f"{path.relative_to(ROOT)} imports {name}" for path in MODULES for name in foreign_imports(path)]
+    assert not faults, "\n".join(faults)
 
 
 OUTSIDE_THE_CORE = [path for path in MODULES if path not in CORE] + [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
@@ -102,15 +113,6 @@ def test_reaching_into_a_machine_is_noticed() -> None:
     assert {part for part in parts if not part.startswith("_")} == {"handlers", "memory", "num_finished", "num_unfinished", "stalls"}
     assert reaches_into_a_machine(ast.parse("self.engine.machine._dispatch.joined")) == ["_dispatch"]
     assert reaches_into_a_machine(ast.parse("list(machine._replicas.copies)")) == ["_replicas"]
-
-
-def test_torch_stays_outside() -> None:
-    """torch is imported by tests, benchmarks and wrappers/torch only, peft by tests."""
-    for path in MODULES:
-        assert not {name.partition(".")[0] for name in imports(path)} & {"peft"}, f"{path} imports peft"
-        if ROOT / "wrappers" / "torch" not in path.parents:
-            found = {name.partition(".")[0] for name in imports(path)} & {"torch"}
-            assert not found, f"{path} imports torch"
 
 
 def test_every_module_is_imported_without_cupy() -> None:

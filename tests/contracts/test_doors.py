@@ -87,6 +87,8 @@ def test_inside_a_package_modules_import_modules() -> None:
 def test_every_public_name_is_there(door: str) -> None:
     """Each name that a door lists can be imported, and none is hidden by a module of the same name."""
     room = importlib.import_module(door)
-    for name in room.__all__:
-        thing = getattr(room, name)
-        assert f"{door}.{name}" not in MODULES or thing.__name__ == f"{door}.{name}", f"{door}.{name} is a module and a public name"
+    missing = [name for name in room.__all__ if not hasattr(room, name)]
+    assert not missing, f"{door} lists names that it does not have: {', '.join(missing)}"
+    modules = [name for name in room.__all__ if f"{door}.{name}" in MODULES]
+    hidden = [name for name in modules if getattr(getattr(room, name), "__name__", "") != f"{door}.{name}"]
+    assert not hidden, f"these names of {door} are modules, too: {', '.join(hidden)}"

@@ -14,13 +14,15 @@ from support.prose import findings
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIST: Final = Path(__file__).with_name("prose_to_do.txt")
 SOURCES: Final = ("scheduler", "tiles", "nntask", "wrappers", "examples")
-PAGES: Final = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES: Final = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+"""Pages at the root; each folder of `SOURCES`, `benchmarks` and `tests` may have a README.md, too."""
 
 
 def files() -> list[Path]:
     """The modules and pages that people read."""
     modules = (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
-    return sorted([*modules, *(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in PAGES)])
+    readmes = (path for folder in (*SOURCES, "benchmarks", "tests") for path in (ROOT / folder).glob("README.md"))
+    return sorted([*modules, *readmes, *(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in PAGES)])
 
 
 def test_phrases_of_house_english() -> None:

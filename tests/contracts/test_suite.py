@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,22 +31,48 @@ def imported(tree: ast.AST) -> set[str]:
     return found
 
 
+def foreign_helpers(path: Path) -> Iterator[str]:
+    """What a file of tests takes from elsewhere than `support`."""
+    yield from (f"imports {name}" for name in sorted(imported(parsed(path))) if name.startswith(("test_", "conftest")))
+    if "sys.path.insert" in path.read_text().replace('"sys.path.insert"', ""):
+        yield "changes sys.path"
+
+
+def faults_of(path: Path) -> Iterator[str]:
+    """What a file of tests lacks or must not do: docstrings of the file and of each test, and sleeps."""
+    tree = parsed(path)
+    if not ast.get_docstring(tree):
+        yield "has no docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node):
+            yield f"{node.name} has no docstring"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sleep":
+            yield f"sleeps in line {node.lineno}; wait for an event"
+
+
 def test_helpers_come_from_support() -> None:
     """A test file imports no other test file and no conftest, and changes no search path."""
-    for path in FILES:
-        assert not [name for name in imported(parsed(path)) if name.startswith(("test_", "conftest"))], path
-        assert "sys.path.insert" not in path.read_text().replace('"sys.path.insert"', ""), path
+    faults = [f"{path.relative_to(TESTS)}: {fault}" for path in FILES for fault in foreign_helpers(path)]
+    assert not faults, "\n".join(faults)
 
 
 def test_tests_say_what_they_check() -> None:
     """A docstring for each file and each test; no test sleeps."""
-    for path in TEST_FILES:
-        tree = parsed(path)
-        assert ast.get_docstring(tree), path
-        tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-        assert [test.name for test in tests if not ast.get_docstring(test)] == [], path
-        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "sleep"], path
+    faults = [f"{path.relative_to(TESTS)}: {fault}" for path in TEST_FILES for fault in faults_of(path)]
+    assert not faults, "\n".join(faults)
+
+
+def test_all_faults_of_a_file_are_listed(tmp_path: Path) -> None:
+    """Not the first one alone."""
+    file = tmp_path / "test_bad.py"
+    file.write_text("import time\nfrom conftest import x\ndef test_a(): time.sleep(1)\ndef test_b(): " + "sys.path.insert" + "(0, x)\n")
+    assert sorted(faults_of(file)) == [
+        "has no docstring",
+        "sleeps in line 3; wait for an event",
+        "test_a has no docstring",
+        "test_b has no docstring",
+    ]
+    assert list(foreign_helpers(file)) == ["imports conftest", "changes sys.path"]
 
 
 def test_no_name_is_used_twice() -> None:
@@ -74,11 +101,17 @@ def test_the_table_of_more_names_tests() -> None:
     """Its lines are sorted, each names a test or a file once, and a whole file has a reason."""
     lines = selection.TABLE.read_text().splitlines()[1:]
     assert lines == sorted(set(lines))
+    faults = []
     for line in lines:
         entry, _, reason = (part.strip() for part in line.partition("#"))
         file, _, test = entry.partition("::")
-        assert (TESTS / file).is_file(), f"{file} has moved; change its line of {selection.TABLE.name}"
-        assert test in written_tests(TESTS / file) if test else reason, line
+        if not (TESTS / file).is_file():
+            faults.append(f"{file} has moved; change its line of {selection.TABLE.name}")
+        elif test and test not in written_tests(TESTS / file):
+            faults.append(f"{line}: {file} has no such test")
+        elif not test and not reason:
+            faults.append(f"{line}: say after # why the whole file is listed")
+    assert not faults, "\n".join(faults)
 
 
 def test_make_test_runs_some_of_every_file() -> None:

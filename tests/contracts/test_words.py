@@ -1,7 +1,8 @@
 """Words: no class name stands for two things, and names of the product are those of the field.
 
 A coined word names a thing that has a term in the field already. Such words do not come back in names of classes, functions, arguments,
-attributes and variables, local ones included. Prose is left to the reader's eye.
+attributes and variables, local ones included. A word that fits every value says nothing, so no variable of a longer function is called by one.
+Prose is left to the reader's eye.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ WHOLE: Final[Mapping[str, str]] = {
 `base` and `lane` are no such names: frozen base weights and the lanes of a sum (partial accumulators, as `--lanes` counts them) are what they say.
 """
 
+EMPTY: Final = frozenset({"found", "at", "made", "kept", "each", "told"})
+"""Words that fit every value: names of variables in short functions and of loops only, where one sees what they hold."""
+SHORT: Final = 10
+"""The largest number of lines of a short function."""
+REDESIGNED: Final = ("scheduler/planning/", "scheduler/core/memory/")
+"""Two rooms whose structure is redesigned as a whole; this tuple goes with that change."""
+
 KEPT: Final[Mapping[str, Mapping[str, str]]] = {
     "nntask/hardware": {
         "part": "of a card that --ngpu NxPARTS splits, as the flag calls it",
@@ -106,6 +114,16 @@ def names_in(tree: ast.Module) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
+
+
+def empty_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and name of each variable with an empty name in a function that is not short; variables of loops and comprehensions may have one."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and (function.end_lineno or 0) - function.lineno >= SHORT:
+            of_loops = {id(name) for node in ast.walk(function) if isinstance(node, ast.For | ast.comprehension) for name in ast.walk(node.target)}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY and id(node) not in of_loops:
+                    yield node.lineno, node.id
 
 
 def coined_names() -> dict[str, set[str]]:
@@ -176,3 +194,22 @@ def test_names_use_no_coined_words() -> None:
     assert not new, "use the field's terms:\n" + "\n".join(new)
     gone = {folder: sorted(names - found.get(folder, set())) for folder, names in listed.items() if names - found.get(folder, set())}
     assert not gone, f"renamed, so no longer to be listed: {gone}"
+
+
+def test_variables_say_what_they_hold() -> None:
+    """No variable of a function of more than `SHORT` lines has a name that fits every value."""
+    found = {
+        f"{name}:{line} {word}"
+        for package in PACKAGES
+        for path, tree in trees(package)
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(REDESIGNED)
+        for line, word in empty_names(tree)
+    }
+    assert not found, "call these variables by what they hold:\n" + "\n".join(sorted(found))
+
+
+def test_an_empty_name_is_noticed() -> None:
+    """As the target of an assignment, of `with` and of `:=`, in a function of more lines than a short one; not as the variable of a loop."""
+    code = "def f(x):\n    found = 1\n    with x as made: pass\n    (told := x)\n    for each in x: [at for at in x]\n"
+    assert not list(empty_names(ast.parse(code + "    pass\n" * (SHORT - 5))))
+    assert sorted(empty_names(ast.parse(code + "    pass\n" * (SHORT - 4)))) == [(2, "found"), (3, "made"), (4, "told")]

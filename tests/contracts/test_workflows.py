@@ -22,9 +22,18 @@ def test_workflows_run_what_exists(file: Path) -> None:
     jobs = yaml.safe_load(file.read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands
-    for command in commands:
-        program, *rest = command.split()
-        assert rest[0] in TARGETS if program == "make" else (ROOT / program).is_file(), command
+    words = [command.split() for command in commands]
+    wrong = [" ".join(each) for each in words if not (each[1] in TARGETS if each[0] == "make" else (ROOT / each[0]).is_file())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_caches_of_pip_know_every_list_of_versions(file: Path) -> None:
+    """A new version in either file of requirements makes a new cache."""
+    jobs = yaml.safe_load(file.read_text())["jobs"]
+    cached = {name: step["with"] for name, job in jobs.items() for step in job["steps"] if step.get("with", {}).get("cache") == "pip"}
+    stale = [name for name, given in cached.items() if given.get("cache-dependency-path", "").split() != ["pyproject.toml", "constraints.txt"]]
+    assert not stale, f"cache-dependency-path of {', '.join(stale)} must list pyproject.toml and constraints.txt"
 
 
 @pytest.mark.parametrize(("file", "job"), [("tests", "test"), ("weekly", "test-all")])
@@ -39,9 +48,9 @@ def test_workflows_test_the_versions_of_the_classifiers(file: str, job: str) -> 
 
 def test_forms_and_citation_can_be_read() -> None:
     """Issue forms have a name and a body, and the citation has the version of the package."""
-    for form in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")):
-        fields = yaml.safe_load(form.read_text())
-        assert form.stem == "config" or (fields["name"] and fields["description"] and fields["body"])
+    forms = {form.stem: yaml.safe_load(form.read_text()) for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    wanted = ("name", "description", "body")
+    assert [f"{name} lacks {key}" for name, form in sorted(forms.items()) for key in wanted if name != "config" and not form.get(key)] == []
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == PROJECT["version"]
     assert citation["cff-version"] == "1.2.0"

@@ -187,10 +187,10 @@ def _head(m: Maker, *, backward: bool, how: Head = PLAIN) -> Call:
     return [*given, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
 
 
-def _norm_backward(m: Maker, rms: bool) -> Call:
+def _norm_backward(m: Maker, rms: bool, residual: bool = True) -> Call:
     moments = [m.column()] if rms else [m.column(), m.column()]
-    args = [m.tile(), m.row(), *moments, m.tile(), m.tile(), m.tile(), m.row(), *([] if rms else [m.row()])]
-    return args, {"accumulate": False, "residual": True}
+    args = [m.tile(), m.row(), *moments, m.tile(), *([m.tile()] if residual else []), m.tile(), m.row(), *([] if rms else [m.row()])]
+    return args, {"accumulate": False, "residual": residual}
 
 
 def _shifted(call: Call) -> Call:
@@ -247,6 +247,12 @@ def _product(m: Maker, trans_a: bool, trans_b: bool) -> Call:
     """Both operands with 64 along the contracted axis  # (rows, 64) @ (64, columns)."""
     a, b = (64, m.rows) if trans_a else (m.rows, 64), (m.columns, 64) if trans_b else (64, m.columns)
     return [m(*a), m(*b), m(m.rows, m.columns)], {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": True}
+
+
+def _deep_product(m: Maker, trans_b: bool) -> Call:
+    """The first write of a result that sums over all columns  # (rows, columns) @ (columns, 64)."""
+    args = [m(m.rows, m.columns), m(64, m.columns) if trans_b else m(m.columns, 64), m(m.rows, 64)]
+    return args, {"trans_a": False, "trans_b": trans_b, "alpha": 0.5, "accumulate": False}
 
 
 def _batched(m: Maker) -> Call:
@@ -363,10 +369,16 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "head_norm_backward": [lambda m: _heads(m, backward=True), lambda m: _shifted(_heads(m, backward=True))],
     "keyed_uniform": [lambda m: ([KEY, m.tile()], {"stream": 5})],
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
-    "layer_norm_backward": [lambda m: _norm_backward(m, False)],
+    "layer_norm_backward": [lambda m, r=r: _norm_backward(m, False, r) for r in (False, True)],
     "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],
-    "linear_bias": [lambda m: (_linear(m), {"trans_b": False})],
-    "matmul": [lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)],
+    "linear_bias": [
+        lambda m: (_linear(m), {"trans_b": False}),
+        lambda m: ([m.tile(), m(m.columns, 64), m(64), m(1, m.rows, 64)], {"trans_b": False}),
+    ],
+    "matmul": [
+        *(lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)),
+        *(lambda m, b=b: _deep_product(m, b) for b in (False, True)),
+    ],
     "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
     "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
     "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],

@@ -309,8 +309,8 @@ def _backward(
             first_k, first_q = j == whole.keys(i).start, (b, h, j) not in written
             written.add((b, h, j))
             mode = chained(not first_q)
-            kept = lse[b, h, i] if weights is None else weights[b, h, i, j]
-            accesses: list[Access] = [(q[b, i, h], R), (k[b, j, h], R), (v[b, j, h], R), (do[b, i, h], R), (kept, R), (delta[b, h, i], R)]
+            saved = lse[b, h, i] if weights is None else weights[b, h, i, j]
+            accesses: list[Access] = [(q[b, i, h], R), (k[b, j, h], R), (v[b, j, h], R), (do[b, i, h], R), (saved, R), (delta[b, h, i], R)]
             accesses += [(dq[b, i, h], chained(not first_k)), (dk[b, j, h], mode), (dv[b, j, h], mode), *whole.key()]
             accesses += whole.pattern_tiles(b, h, i, j)
             if dtable is not None:

@@ -80,13 +80,13 @@ def attention(
     nbytes = cache_scratch_nbytes(1, heads, length, partial.dtype.itemsize)  # the scores of one token with one page
     more: dict[str, Any] = {"pattern": Pattern(scoring.cap or 0.0, None, scoring.window or 0)} if scoring != UNCHANGED else {}
     for h in range(q.grid[2]):
-        kept = (partial[0, 0, h], peaks[0, 0, h], totals[0, 0, h])
+        partials = (partial[0, 0, h], peaks[0, 0, h], totals[0, 0, h])
         for t in tiles:
             mode = chained(t > tiles.start)
             accesses: list[Access] = [(q[0, 0, h], R), (keys[t, 0, h], R), (values[t, 0, h], R), (positions[0, 0], R), (table[0, 0], R)]
-            accesses += [*((handle, mode) for handle in kept), (scratch(q.runtime, nbytes), SCRATCH)]
+            accesses += [*((handle, mode) for handle in partials), (scratch(q.runtime, nbytes), SCRATCH)]
             emit(q.runtime, "paged_attention", accesses, head_size=head_size, scale=scale, first_page=t * keys.tile[0], **more)
-        accesses = [*((handle, R) for handle in kept), (positions[0, 0], R), (table[0, 0], R), (o[0, 0, h], W)]
+        accesses = [*((handle, R) for handle in partials), (positions[0, 0], R), (table[0, 0], R), (o[0, 0, h], W)]
         emit(q.runtime, "combine_pages", accesses, length=length)
     return o
 

@@ -39,12 +39,12 @@ def thinned(points: Sequence[Point], how: Literal["mean", "max"] = "mean", most:
     size = group_size(len(points), most)
     if size == 1:
         return list(points)
-    found = []
+    groups = []
     for first in range(0, len(points), size):
         group = points[first : first + size]
         ys = [y for _, y in group]
-        found.append((sum(x for x, _ in group) / len(group), max(ys) if how == "max" else sum(ys) / len(ys)))
-    return found
+        groups.append((sum(x for x, _ in group) / len(group), max(ys) if how == "max" else sum(ys) / len(ys)))
+    return groups
 
 
 def group_size(count: int, most: int = MOST_POINTS) -> int:
@@ -119,11 +119,11 @@ def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, LinkTraffic]:
     for line in node.lines:
         totals.update(numbers(line, "moved_bytes"))
     seconds = (elapsed(node.lines) or [0.0])[-1]
-    found = {}
+    by_name = {}
     for name, total in totals.most_common():
         points = [(line["step"], numbers(line, "moved_bytes").get(name, 0.0)) for line in node.lines]
-        found[name] = LinkTraffic(thinned(points, most=most), total, total / len(node.lines), total / seconds if seconds else 0.0)
-    return found
+        by_name[name] = LinkTraffic(thinned(points, most=most), total, total / len(node.lines), total / seconds if seconds else 0.0)
+    return by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,10 @@ def shares(node: NodeRecord) -> dict[str, WorkerTime]:
     busy, stalled = Counter[str](), Counter[str]()
     seconds = 0.0
     for line in node.lines:
-        found = numbers(line, "busy_seconds")
-        if found:
+        busy_seconds = numbers(line, "busy_seconds")
+        if busy_seconds:
             seconds += number(line, "seconds") or 0.0
-            busy.update(found)
+            busy.update(busy_seconds)
             stalled.update(numbers(line, "worker_stall_seconds"))
     if not seconds:
         return {}
@@ -213,7 +213,7 @@ def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
             added = {"tasks": row["tasks"], "seconds": seconds, "flops": row["flops"], "nbytes": row["bytes"]}
             sums.setdefault(name, Counter()).update({**added, "possible": seconds * (peak or 0.0) / max(workers, 1)})
     in_kernels = sum(total["seconds"] for total in sums.values())
-    found = [
+    rows = [
         CodeletRow(
             name,
             total["tasks"],
@@ -226,7 +226,7 @@ def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
         for name, total in sums.items()
         if (seconds := total["seconds"])
     ]
-    return sorted(found, key=lambda row: -row.seconds)
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def traced_steps(nodes: Iterable[NodeRecord]) -> list[int]:
@@ -304,9 +304,9 @@ def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, mos
         return None
     begin, end = min(bar.start for bar in tasks), max(bar.end for bar in tasks)
     copies = [named(name, bar) for name, trace in traced for bar in trace.copies if bar.start < end and bar.end > begin]
-    found = tasks + copies
-    kept = sorted(found, key=lambda bar: bar.start - bar.end)[:most]
-    whole = sum(bar.end - bar.start for bar in found)
+    bars = tasks + copies
+    drawn = sorted(bars, key=lambda bar: bar.start - bar.end)[:most]
+    whole = sum(bar.end - bar.start for bar in bars)
     tracks = [label(name, worker) for name, trace in traced for worker in trace.workers]
     tracks += sorted({bar.track for bar in copies})
     memory = {
@@ -320,11 +320,11 @@ def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, mos
             begins[bar.step] = min(begins.get(bar.step, bar.start - begin), bar.start - begin)
     return Gantt(
         tracks,
-        [replace(bar, start=bar.start - begin, end=bar.end - begin) for bar in sorted(kept, key=lambda bar: bar.start)],
+        [replace(bar, start=bar.start - begin, end=bar.end - begin) for bar in sorted(drawn, key=lambda bar: bar.start)],
         (min(begins), max(begins)) if begins else None,
         sorted(begins.values()),
-        len(found),
-        sum(bar.end - bar.start for bar in kept) / whole if whole else 1.0,
+        len(bars),
+        sum(bar.end - bar.start for bar in drawn) / whole if whole else 1.0,
         {name: points for name, points in memory.items() if points},
     )
 

@@ -29,7 +29,7 @@ from nntask.io import check_size, read_bytes, read_object, read_text
 from nntask.planning import cells, headline
 from nntask.telemetry import read_metrics
 from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE
-from scheduler import TRACE_FORMAT
+from scheduler.machine import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
 _LARGEST_TRACE: Final = 256 << 20
@@ -240,13 +240,13 @@ def _unpacked(path: Path) -> bytes:
     packed = read_bytes(path, _LARGEST_TRACE)
     if packed[:2] != b"\x1f\x8b":
         return packed
-    most, found = min(_LARGEST_TRACE, _UNPACKED_PER_BYTE * len(packed) + _UNPACKED_BESIDES), bytearray()
+    most, content = min(_LARGEST_TRACE, _UNPACKED_PER_BYTE * len(packed) + _UNPACKED_BESIDES), bytearray()
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
-        while len(found) <= most and (piece := file.read(_PIECE)):  # read() reserves the requested size
-            found += piece
-    if len(found) > most:
+        while len(content) <= most and (piece := file.read(_PIECE)):  # read() reserves the requested size
+            content += piece
+    if len(content) > most:
         raise OSError(errno.EFBIG, f"it holds more than {most >> 20} MiB, so trace fewer steps")
-    return bytes(found)
+    return bytes(content)
 
 
 def _parsed(path: Path, events: list[dict[str, Any]], about: Mapping[str, Any]) -> TraceRecord:

@@ -87,37 +87,37 @@ def _training(run: RunRecord, limits: PageLimits) -> Section:
 
 
 def _memory(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
-    found = {figures.label(node.name, name): memory for node in nodes for name, memory in figures.memories(node, limits.points).items()}
-    if not found:
+    memories = {figures.label(node.name, name): memory for node in nodes for name, memory in figures.memories(node, limits.points).items()}
+    if not memories:
         return Section("Memory", ["Memory use is not recorded in this directory."])
-    is_known = all(memory.budget is not None for memory in found.values())
+    is_known = all(memory.budget is not None for memory in memories.values())
     sentence = "Maximum bytes in use in each step" + (
         "; the dashed line is the budget, if the axis reaches it." if is_known else "; budgets are not recorded in this directory."
     )
     sentences = [sentence, *_thinning(_longest(nodes), limits, "the maximum")]
-    fullest = sorted(found, key=lambda name: -found[name].share)[:MOST_PLOTS]
-    if len(found) > MOST_PLOTS:
-        sentences.append(f"The {MOST_PLOTS} fullest of {len(found)} memories are drawn.")
-    drawn = [plots.memory_plot(name, memory) for name, memory in found.items() if name in fullest]
+    fullest = sorted(memories, key=lambda name: -memories[name].share)[:MOST_PLOTS]
+    if len(memories) > MOST_PLOTS:
+        sentences.append(f"The {MOST_PLOTS} fullest of {len(memories)} memories are drawn.")
+    drawn = [plots.memory_plot(name, memory) for name, memory in memories.items() if name in fullest]
     rows = [
         (name, format_size(memory.peak), *(("", "") if memory.budget is None else (format_size(memory.budget), f"{memory.share:.1%}")))
-        for name, memory in found.items()
+        for name, memory in memories.items()
     ]
     table = _table(("memory", "maximum", "budget", "share"), rows)
     return Section("Memory", sentences, [drawn[at : at + 2] for at in range(0, len(drawn), 2)], table)
 
 
 def _movement(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
-    found = {figures.label(node.name, name): link for node in nodes for name, link in figures.links(node, limits.points).items()}
-    if not found:
+    links = {figures.label(node.name, name): link for node in nodes for name, link in figures.links(node, limits.points).items()}
+    if not links:
         return Section("Movement", ["No bytes moved between memories, because all data fitted."])
-    rows = [(name, f"{link.total / 1e9:,.3f}", f"{link.per_step / 1e9:,.4f}", f"{link.per_second / 1e9:,.4f}") for name, link in found.items()]
+    rows = [(name, f"{link.total / 1e9:,.3f}", f"{link.per_step / 1e9:,.4f}", f"{link.per_second / 1e9:,.4f}") for name, link in links.items()]
     table = _table(("link", "GB in total", "GB per step", "GB/s, mean"), rows)
     sentences = _thinning(_longest(nodes), limits, "the mean")
-    busiest = sorted(found, key=lambda name: -found[name].total)[:MOST_CURVES]
-    if len(found) > MOST_CURVES:
-        sentences.append(f"The {MOST_CURVES} busiest of {len(found)} links are drawn.")
-    return Section("Movement", sentences, [[plots.links_plot({name: link for name, link in found.items() if name in busiest})]], table)
+    busiest = sorted(links, key=lambda name: -links[name].total)[:MOST_CURVES]
+    if len(links) > MOST_CURVES:
+        sentences.append(f"The {MOST_CURVES} busiest of {len(links)} links are drawn.")
+    return Section("Movement", sentences, [[plots.links_plot({name: link for name, link in links.items() if name in busiest})]], table)
 
 
 def _values(nodes: Sequence[NodeRecord]) -> Section:
@@ -167,8 +167,8 @@ def _workers(nodes: Sequence[NodeRecord]) -> Section:
 
 def _steps(run: RunRecord, limits: PageLimits) -> Section:
     """Return the Gantt chart of the traced steps."""
-    found = figures.gantt(run.nodes, limits.steps, limits.bars)
-    if found is None:
+    gantt = figures.gantt(run.nodes, limits.steps, limits.bars)
+    if gantt is None:
         last = run.lines[-1]["step"]
         how = f"nntask train --resume {shlex.quote(str(run.path))} --steps {last + 4} --trace-steps {last + 2}:{last + 3}"
         sentence = (
@@ -177,22 +177,22 @@ def _steps(run: RunRecord, limits: PageLimits) -> Section:
         )
         return Section("Steps", [sentence])
     sentences = []
-    if found.num_found > len(found.bars):
+    if gantt.num_found > len(gantt.bars):
         sentences.append(
-            f"The {len(found.bars):,} longest of {found.num_found:,} tasks and copies are drawn, which have {found.coverage:.1%} of their time."
+            f"The {len(gantt.bars):,} longest of {gantt.num_found:,} tasks and copies are drawn, which have {gantt.coverage:.1%} of their time."
         )
     traced = figures.traced_steps(run.nodes)
-    if found.steps is not None and (traced[0], traced[-1]) != found.steps:
+    if gantt.steps is not None and (traced[0], traced[-1]) != gantt.steps:
         sentences.append(f"Steps {traced[0]} to {traced[-1]} were traced; <code>--steps A:B</code> draws others.")
     if not any(figures.whole_steps(node.trace) for node in run.nodes):
         sentences.append("No step was traced completely, so there are no figures of codelets and bounds.")
     if len(run.nodes) > 1:
         sentences.append("The nodes' clocks are not adjusted.")
-    chart = plots.gantt_plot(found)
-    fullest = sorted(found.memory, key=lambda name: -max(nbytes for _, nbytes in found.memory[name]))[:MOST_CURVES]
-    if len(found.memory) > MOST_CURVES:
-        sentences.append(f"The {MOST_CURVES} fullest of {len(found.memory)} memories are drawn.")
-    memory = [[plots.traced_memory_plot({name: points for name, points in found.memory.items() if name in fullest}, chart)]] if fullest else []
+    chart = plots.gantt_plot(gantt)
+    fullest = sorted(gantt.memory, key=lambda name: -max(nbytes for _, nbytes in gantt.memory[name]))[:MOST_CURVES]
+    if len(gantt.memory) > MOST_CURVES:
+        sentences.append(f"The {MOST_CURVES} fullest of {len(gantt.memory)} memories are drawn.")
+    memory = [[plots.traced_memory_plot({name: points for name, points in gantt.memory.items() if name in fullest}, chart)]] if fullest else []
     return Section("Steps", sentences, [[chart], *memory])
 
 

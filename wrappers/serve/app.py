@@ -151,7 +151,7 @@ class Application:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # pages of other sites can only send other types without a preflight request
             raise ApiError(415, f"the body must be of type application/json, got {kind[:80] or 'none'}; set content-type")
-        most, found = self._service.most_bytes, bytearray()
+        most, content = self._service.most_bytes, bytearray()
         too_large = ApiError(413, f"the body must have at most {most:,} bytes; send less", code="request_too_large", headers={"connection": "close"})
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > most):
@@ -159,13 +159,13 @@ class Application:
         try:
             async with asyncio.timeout(self._service.receive_seconds):
                 async for piece in request.stream():
-                    found += piece
-                    if len(found) > most:
+                    content += piece
+                    if len(content) > most:
                         raise too_large
         except TimeoutError:
             headers = {"connection": "close"}
             raise ApiError(408, f"the body must arrive within {self._service.receive_seconds:g} s; send it faster", headers=headers) from None
-        return bytes(found)
+        return bytes(content)
 
     async def _texts(self, request: Request) -> Response:
         """Answer ``/v1/completions`` and ``/v1/chat/completions``."""

@@ -267,10 +267,10 @@ class TextEngine:
         if not said and end is None:
             return []
         scores = running.told_scores(is_whole=end is not None and not running.pieces.is_stopped)
-        told, text.prompt_scores = tuple(text.prompt_scores), []
+        prompt_scores, text.prompt_scores = tuple(text.prompt_scores), []
         if end is not None:
             self._forget(text)
-        return [(running.job, Piece(running.index, said, scores, text.num_new, text.num_shared, end, told))]
+        return [(running.job, Piece(running.index, said, scores, text.num_new, text.num_shared, end, prompt_scores))]
 
     def _forget(self, text: RunningText) -> None:
         """Remove a text that has ended."""

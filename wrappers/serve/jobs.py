@@ -41,12 +41,12 @@ def encoded(asked: Asked, ids: TextIds, template: ChatProcess | None) -> list[Pr
             raise ApiError(400, why, param="messages")
         text = template.prompt(asked.messages, "the request")
         try:
-            found = ids.conversation(text)
+            token_ids = ids.conversation(text)
         except UsageError as error:
             raise ApiError(400, str(error), param="messages") from None
-        if not found:
+        if not token_ids:
             raise ApiError(400, "the chat template writes nothing for this conversation; change the messages", param="messages")
-        return [Prompt(tuple(found), text)]
+        return [Prompt(tuple(token_ids), text)]
     prompts = []
     for each in asked.prompts:
         try:
@@ -129,11 +129,11 @@ class Desk:
         Raises:
             ApiError: too many texts wait, or the engine shuts down.
         """
-        self._queues[id(job)] = found = asyncio.Queue[Piece | ApiError]()
+        self._queues[id(job)] = queue = asyncio.Queue[Piece | ApiError]()
         try:
             engine.submit(job)
             try:
-                yield found
+                yield queue
             finally:
                 engine.cancel(job)  # no effect if the job is complete
         except Busy:
@@ -189,15 +189,15 @@ class Progress:
             return []
         if piece.index not in self._offsets:
             self._offsets[piece.index] = TokenOffsets(self._words, self._prompts[piece.index].ids[-CONTEXT:])
-        offsets, waiting, found = self._offsets[piece.index], self._waiting[piece.index], list[int]()
+        offsets, waiting, new_offsets = self._offsets[piece.index], self._waiting[piece.index], list[int]()
         for certain, score in piece.scores:
             waiting.append(score)
-            found += offsets.add(score.token, certain)
+            new_offsets += offsets.add(score.token, certain)
         if piece.end is not None:
-            found += offsets.end()
-        told = [(offset, waiting[at]) for at, offset in enumerate(found[: len(waiting)])]
-        del waiting[: len(told)]
-        return told
+            new_offsets += offsets.end()
+        scored = [(offset, waiting[at]) for at, offset in enumerate(new_offsets[: len(waiting)])]
+        del waiting[: len(scored)]
+        return scored
 
     def _told_prompt(self, prompt: Prompt, piece: Piece) -> list[ToldToken]:
         """Return the tokens of a prompt.

@@ -49,13 +49,13 @@ class TextPieces:
         ends = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
         if ends:
             self.is_stopped = True
-            found, self._held = self._held[: min(ends)], ""
+            certain, self._held = self._held[: min(ends)], ""
         else:
             keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-            found = self._held[: len(self._held) - keep]
-            self._held = self._held[len(found) :]
-        self.num_told += len(found)
-        return found
+            certain = self._held[: len(self._held) - keep]
+            self._held = self._held[len(certain) :]
+        self.num_told += len(certain)
+        return certain
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -251,21 +251,21 @@ def parsed(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{word} is not a JSON number")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        members = dict(pairs)
+        if len(members) < len(pairs):
             raise ValueError("an object has a duplicate name")
-        return found
+        return members
 
     try:
-        found = json.loads(body.decode(), parse_constant=refuse, object_pairs_hook=once)
+        content = json.loads(body.decode(), parse_constant=refuse, object_pairs_hook=once)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body must be UTF-8 text, and byte {error.start} is not; encode it in UTF-8") from None
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body must be JSON: {why}; fix it") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {type(found).__name__}; put the fields into an object")
-    return found
+    if not isinstance(content, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(content).__name__}; put the fields into an object")
+    return content
 
 
 def completion(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:

@@ -119,23 +119,23 @@ class Captures:
                 return replace(use, host=host)
         before = self.world.now()
         with no_collections():  # a collection would go through all of torch
-            made = self._captured(minibatch, purpose, divisor, values)
-        for name in {s.name for each in made.captured.calls for s in each.writes if s.role == "buffer"}.intersection(self._shared):
+            new_pass = self._captured(minibatch, purpose, divisor, values)
+        for name in {s.name for each in new_pass.captured.calls for s in each.writes if s.role == "buffer"}.intersection(self._shared):
             raise UsageError(f"the module changes {name}, which shares its memory with another buffer, and a session separates them; use one buffer")
-        host = {s.name: values.given(s) for each in made.captured.host for s in each.storages} if values is not None else {}
-        changed = made.captured.effects or ([] if self._seen is None else self._seen.differences(before))
+        host = {s.name: values.given(s) for each in new_pass.captured.host for s in each.storages} if values is not None else {}
+        changed = new_pass.captured.effects or ([] if self._seen is None else self._seen.differences(before))
         self._seen = before
         self._note_anew(changed)
-        known = self._forms.setdefault((purpose, divisor, surroundings(), form_of(made.captured)), [])
-        same = next((each for each in known if each not in taken), made)  # a pass has one set of constants, and each minibatch may need its own
-        if same is made:
-            known.append(made)
-        if not made.captured.effects:
-            checked = made.captured if made.captured.guards or made.captured.host else replace(made.captured, calls=())
-            self._passes.setdefault(key, []).append((_use(same, made.captured, {}), checked))
+        known = self._forms.setdefault((purpose, divisor, surroundings(), form_of(new_pass.captured)), [])
+        same = next((each for each in known if each not in taken), new_pass)  # a pass has one set of constants, and each minibatch may need its own
+        if same is new_pass:
+            known.append(new_pass)
+        if not new_pass.captured.effects:
+            checked = new_pass.captured if new_pass.captured.guards or new_pass.captured.host else replace(new_pass.captured, calls=())
+            self._passes.setdefault(key, []).append((_use(same, new_pass.captured, {}), checked))
             if len(self._passes) > MOST_STATES:
                 del self._passes[next(iter(self._passes))]
-        return _use(same, made.captured, host, ran=True)
+        return _use(same, new_pass.captured, host, ran=True)
 
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
@@ -235,8 +235,8 @@ def form_of(captured: Capture) -> Hashable:
     numbers: dict[Storage, int] = {}
 
     def number(storage: Storage) -> Hashable:
-        at = numbers.setdefault(storage, len(numbers))
-        return (at, storage.role, storage.name, storage.nbytes, storage.piece)
+        index = numbers.setdefault(storage, len(numbers))
+        return (index, storage.role, storage.name, storage.nbytes, storage.piece)
 
     def form(value: Any) -> Any:
         return repr(

@@ -79,8 +79,8 @@ class ChainCompiler:
         def placed(ref: Ref) -> Any:
             return (numbers.setdefault(ref.storage, len(numbers)), ref.dtype, ref.shape, ref.strides, ref.offset)
 
-        kept = tree_map_only(Ref, placed, [(str(call.func), call.args, dict(call.kwargs), call.results) for call in calls])
-        key = repr((kept, [placed(ref) for ref in inputs], [placed(ref) for ref in results]))
+        signature = tree_map_only(Ref, placed, [(str(call.func), call.args, dict(call.kwargs), call.results) for call in calls])
+        key = repr((signature, [placed(ref) for ref in inputs], [placed(ref) for ref in results]))
         name = _name_of(calls)
         if key not in self._compiled:
             self._compiled[key] = compile_function(_function_of(calls, inputs, results), inputs, results, name)
@@ -106,17 +106,17 @@ class _Chaining:
     def calls(self) -> list[Call]:
         """Return the calls of the pass, with those of each chain merged into one."""
         merged: list[Call] = []
-        at = 0
-        while at < len(self._calls):
-            if _may_join(self._calls[at]):
-                end = self._end_of_run(at)
-                while end > at + 1 and self._touched(at, end) > self._limit:
+        start = 0
+        while start < len(self._calls):
+            if _may_join(self._calls[start]):
+                end = self._end_of_run(start)
+                while end > start + 1 and self._touched(start, end) > self._limit:
                     end -= 1
-                merged += self._chains(at, end)
+                merged += self._chains(start, end)
             else:
-                end = at + 1
-                merged.append(self._calls[at])
-            at = end
+                end = start + 1
+                merged.append(self._calls[start])
+            start = end
         return merged
 
     def _end_of_run(self, start: int) -> int:
@@ -141,10 +141,10 @@ class _Chaining:
         calls = self._calls[start:end]
         if sum(call.func not in _MOVES for call in calls) < 2 or all(ref.dtype == torch.bool for call in calls for ref in _refs(call.results)):
             return list(calls)
-        made = {ref.storage: ref for call in calls for ref in _refs(call.results)}
+        produced = {ref.storage: ref for call in calls for ref in _refs(call.results)}
         used = dict.fromkeys(ref for call in calls for ref in _refs(call.args, call.kwargs))
-        inputs = [ref for ref in used if ref.storage not in made]
-        results = [ref for ref in made.values() if self._last_use[ref.storage] >= end]
+        inputs = [ref for ref in used if ref.storage not in produced]
+        results = [ref for ref in produced.values() if self._last_use[ref.storage] >= end]
         chain = self._compile(calls, inputs, results)
         if self._touched(start, end) + chain.compiled.nbytes > self._limit * 17 / 16:
             middle = (start + end) // 2
@@ -245,16 +245,16 @@ def _function_of(calls: Sequence[Call], inputs: Sequence[Ref], results: Sequence
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         given: Mapping[Ref, torch.Tensor] = dict(zip(inputs, tensors, strict=True))
-        made: dict[Storage, tuple[Ref, torch.Tensor]] = {}
+        computed: dict[Storage, tuple[Ref, torch.Tensor]] = {}
 
         def find(ref: Ref) -> torch.Tensor:
-            return _view(made[ref.storage][1], made[ref.storage][0], ref) if ref.storage in made else given[ref]
+            return _view(computed[ref.storage][1], computed[ref.storage][0], ref) if ref.storage in computed else given[ref]
 
         for call in calls:
             args, kwargs = tree_map_only(Ref, find, (call.args, dict(call.kwargs)))
-            found = call.func(*args, **kwargs)
-            leaves = list(found) if isinstance(found, tuple | list) else [found]
-            made.update({ref.storage: (ref, value) for ref, value in zip(call.results, leaves, strict=True) if ref is not None})
-        return [made[ref.storage][1] for ref in results]
+            result = call.func(*args, **kwargs)
+            leaves = list(result) if isinstance(result, tuple | list) else [result]
+            computed.update({ref.storage: (ref, value) for ref, value in zip(call.results, leaves, strict=True) if ref is not None})
+        return [computed[ref.storage][1] for ref in results]
 
     return function

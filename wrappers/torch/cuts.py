@@ -96,10 +96,10 @@ def _cut_of(storage: Storage, num_rows: int, rows: int) -> _Cut:
 def _with_gradients(capture: Capture, cuts: Mapping[Storage, _Cut]) -> dict[Storage, _Cut]:
     """Return the cuts of parameters, and of those of their gradients that can be computed in pieces."""
     all_cuts = dict(cuts)
-    kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
+    outputs = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
     owners = {each.name: cut for each, cut in cuts.items()}
     for (name, _), ref in capture.gradients.items():
-        if name not in owners or not ref.is_whole or ref.storage in kept or ref.storage.role != "temporary":
+        if name not in owners or not ref.is_whole or ref.storage in outputs or ref.storage.role != "temporary":
             continue
         for storages in (_elementwise_sources(capture, ref), {ref.storage}):
             if not _are_cut_alike(capture, storages, owners, owners[name]):
@@ -177,7 +177,7 @@ def _products(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     result = _result(call)
     axes = [(left, 0, "rows"), (left, 1, "sum"), (right, 0, "sum"), (right, 1, "columns"), (result, 0, "rows"), (result, 1, "columns")]
     cut_refs = [ref for ref in (left, right, result) if ref.storage in cuts]
-    cut_axes = {(axis, tuple(cuts[ref.storage].ends)) for ref, at, axis in axes if ref.storage in cuts and _axis(ref, cuts[ref.storage]) == at}
+    cut_axes = {(axis, tuple(cuts[ref.storage].ends)) for ref, side, axis in axes if ref.storage in cuts and _axis(ref, cuts[ref.storage]) == side}
     if len(cut_axes) != 1 or any(_axis(ref, cuts[ref.storage]) is None for ref in cut_refs) or (is_sum and is_made and call.args[0].storage in cuts):
         return None
     axis, ends = cut_axes.pop()
@@ -188,12 +188,12 @@ def _products(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
         if is_made:  # (M, K) @ (K, N): the first piece of K writes the result, the others are added
             adding[0] = Call.of(call.func, (*call.args[:-2], *operands[0]), (result,), made=call.made)
         return adding
-    at = 0 if axis == "rows" else 1
+    side = 0 if axis == "rows" else 1
     calls = []
     for number, each in enumerate(bounds):
-        operands_of_piece = (_slice(left, 0, each, number, cuts), right) if at == 0 else (left, _slice(right, 1, each, number, cuts))
-        target = _slice(result, at, each, number, cuts)
-        first = [_broadcast(call.args[0], result, at, each, number, cuts)] if is_sum else []
+        operands_of_piece = (_slice(left, 0, each, number, cuts), right) if side == 0 else (left, _slice(right, 1, each, number, cuts))
+        target = _slice(result, side, each, number, cuts)
+        first = [_broadcast(call.args[0], result, side, each, number, cuts)] if is_sum else []
         if is_made and result.storage in cuts:
             calls.append(Call.of(call.func, (*first, *operands_of_piece), (target,), made={target.storage}))
         else:
@@ -238,18 +238,18 @@ def _elementwise(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     if result.storage not in cuts:
         return _inside_one_piece(call, cuts)
     cut = cuts[result.storage]
-    at = _axis(result, cut)
+    axis = _axis(result, cut)
     tensors = [leaf for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Ref)]
     for ref in tensors:
-        if ref.storage in cuts and (ref.shape != result.shape or _axis(ref, cuts[ref.storage]) != at or cuts[ref.storage].ends != cut.ends):
+        if ref.storage in cuts and (ref.shape != result.shape or _axis(ref, cuts[ref.storage]) != axis or cuts[ref.storage].ends != cut.ends):
             return None
-    if at is None:
+    if axis is None:
         return None
     calls = []
     for number, each in enumerate(cut.bounds):
 
         def take(ref: Ref, number: int = number, each: tuple[int, int] = each) -> Ref:
-            return _broadcast(ref, result, at, each, number, cuts)
+            return _broadcast(ref, result, axis, each, number, cuts)
 
         args, kwargs = tree_map_only(Ref, take, (call.args, dict(call.kwargs)))
         target = take(result)
@@ -292,8 +292,8 @@ def _gathered(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call]:
             for (first, end), piece in zip(cuts[storage].bounds, pieces, strict=True):
                 source = _narrow(whole, 0, first * cuts[storage].row_nbytes, end * cuts[storage].row_nbytes)
                 behind.append(_clone(source, piece) if storage in call.made else Call.of(aten.copy_.default, (piece, source), (piece,)))
-    made = {wholes.get(storage, storage) for storage in call.made}
-    return [*before, replace(Call.of(call.func, args, results, kwargs=kwargs, made=made), draw=call.draw), *behind]
+    new_storages = {wholes.get(storage, storage) for storage in call.made}
+    return [*before, replace(Call.of(call.func, args, results, kwargs=kwargs, made=new_storages), draw=call.draw), *behind]
 
 
 # ---- References ----

@@ -44,15 +44,15 @@ class StepTasks:
         """
         runtime, gradients = self._state.runtime, self._state.gradients(self._passes[0].captured.gradients)
         copies = {} if optimizer is None else self._copies_of_buffers()
-        kept, late = [], []
+        all_outputs, late = [], []
         for number, (each, handles) in enumerate(zip(self._passes, self._handles, strict=True)):
             outputs, adding = each.submit(runtime, _with_copies(handles, copies), gradients, key.handles[0], minibatch=number)
-            kept.append(outputs)
+            all_outputs.append(outputs)
             late += adding
         for submit in late:
             submit()
         if optimizer is None:
-            return kept, None
+            return all_outputs, None
         written = {s.name for each in self._passes for call in each.captured.calls for s in call.writes if s.role == "parameter"}
         optimizer.follow(written)  # updates masters of parameters that the passes themselves change
         optimizer.step()
@@ -61,7 +61,7 @@ class StepTasks:
             accesses: list[Access] = [(copy.handles[0], R) for copy in copies.values()]
             accesses += [(self._state.buffers[name].handles[0], W) for name in copies]
             runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
-        return kept, optimizer.grad_norm
+        return all_outputs, optimizer.grad_norm
 
     def _copies_of_buffers(self) -> dict[str, TileTensor]:
         """Return copies of the buffers that the passes change, by name, so that a failed step leaves buffers unchanged."""

@@ -149,8 +149,8 @@ class Program:
             for call in calls
             if not does_nothing(call)
         ]
-        kept = [number for call, number in zip(calls, numbers, strict=True) if not does_nothing(call)]
-        self._dropped = [[storage for storage, end in (ends or {}).items() if end == number] for number in kept]
+        remaining = [number for call, number in zip(calls, numbers, strict=True) if not does_nothing(call)]
+        self._dropped = [[storage for storage, end in (ends or {}).items() if end == number] for number in remaining]
 
     def run(self, memory: dict[Any, torch.Tensor], random: Callable[[Call], Mapping[str, Any]], where: torch.device = HOST) -> None:
         """Compute the calls.

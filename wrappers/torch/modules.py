@@ -92,24 +92,24 @@ def saved_names(module: torch.nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     for name, value in named_tensors(module):
         first.setdefault(id(value), name)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, value in saved_tensors(module).items():
         if id(value) in first:
-            found.setdefault(first[id(value)], name)
-    return found
+            names.setdefault(first[id(value)], name)
+    return names
 
 
 def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Give a module values for its tensors of these names; tensors without memory are replaced by new ones, with the same ties."""
     own = dict(named_tensors(module))
-    made: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     for name, value in values.items():
         bring_back(own[name], None if own[name].is_meta else value)
         if own[name].is_meta:
             is_parameter = isinstance(own[name], torch.nn.Parameter)
-            made[id(own[name])] = torch.nn.Parameter(value, own[name].requires_grad) if is_parameter else value
+            replacements[id(own[name])] = torch.nn.Parameter(value, own[name].requires_grad) if is_parameter else value
     for child in module.modules():
         for table in (child._parameters, child._buffers):
             for name, tensor in table.items():
-                if id(tensor) in made:
-                    table[name] = made[id(tensor)]
+                if id(tensor) in replacements:
+                    table[name] = replacements[id(tensor)]

@@ -50,10 +50,10 @@ def torch_optimizer(
             raise UsageError("the module has no parameter that is learnt; set requires_grad of one")
         given = {**({} if lr is None else {"lr": lr}), **options}
         try:
-            made = _NAMES[optimizer](learnt, **given)
+            instance = _NAMES[optimizer](learnt, **given)
         except (TypeError, ValueError) as error:
             raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {given}: {error}; see its documentation") from None
-        return _checked(made)
+        return _checked(instance)
     if options:
         raise UsageError(f"Session has no argument {next(iter(options))}=, and an optimizer that is an instance has its options; leave it out")
     if lr is not None:

@@ -181,16 +181,16 @@ def bring_into_python(leavings: Sequence[Leaving], kept: Sequence[Mapping[Storag
 
 def _replace(carried: Sequence[Carried], handles: Mapping[Storage, Handle], ticket: Ticket, state: ModuleState) -> None:
     """Replace fake tensors by values; several may be in one tuple, and one in several places."""
-    made: dict[Ref, torch.Tensor] = {}
+    tensors: dict[Ref, torch.Tensor] = {}
     slots: dict[tuple[int, Any], tuple[Slot, dict[int, torch.Tensor]]] = {}
     for each in carried:
         is_constant = each.ref.storage.role == "constant"
-        if each.ref not in made:
+        if each.ref not in tensors:
             memory = state.constant_value(each.ref.storage) if is_constant else torch.from_numpy(ticket.read(handles[each.ref.storage]))
-            made[each.ref] = tensor_of(memory, each.ref).clone(memory_format=torch.contiguous_format)
+            tensors[each.ref] = tensor_of(memory, each.ref).clone(memory_format=torch.contiguous_format)
         if is_constant:
             state.forget_stamp(each.ref.storage)
-        slots.setdefault((id(_owner_of(each.slot)), each.slot.key), (each.slot, {}))[1][id(each.fake)] = made[each.ref]
+        slots.setdefault((id(_owner_of(each.slot)), each.slot.key), (each.slot, {}))[1][id(each.fake)] = tensors[each.ref]
     for slot, values in slots.values():
         assert slot.write is not None  # `capture` refuses other slots
         slot.write(slot.key, tree_map_only(torch.Tensor, lambda tensor, values=values: values.get(id(tensor), tensor), slot.value))

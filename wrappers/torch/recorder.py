@@ -190,8 +190,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
             UsageError: the result was computed from a strided tensor.
         """
         maker = next((call for call in self.calls if ref.storage in call.made), None)
-        made = None if maker is None else maker.results[0]
-        if maker is not None and maker.func is aten.constant_pad_nd.default and made is not None and len(made.shape) < 4:
+        first_result = None if maker is None else maker.results[0]
+        if maker is not None and maker.func is aten.constant_pad_nd.default and first_result is not None and len(first_result.shape) < 4:
             return  # always contiguous: only images keep another memory format
         refs = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
         if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in refs):
@@ -202,17 +202,17 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:
         """Record a call with its results."""
-        made = set()
+        new_storages = set()
         results: list[Ref | None] = []
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 is_new = leaf.layout == torch.strided and leaf.untyped_storage()._cdata not in self._storages
                 results.append(self.ref(leaf))
                 if is_new:
-                    made.add(results[-1].storage)  # type: ignore[union-attr]
+                    new_storages.add(results[-1].storage)  # type: ignore[union-attr]
             else:
                 results.append(None)
-        call = Call.of(func, given, results, kwargs=named, made=made)
+        call = Call.of(func, given, results, kwargs=named, made=new_storages)
         if call.writes:
             self.calls.append(replace(call, draw=self._draw()) if call.is_random else call)
         return result

@@ -143,9 +143,9 @@ class StepRecorder:
         assert isinstance(runtime, Runtime)  # a state for dry runs is never recorded for replays
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
         with runtime.record(order, recompute) as step:
-            kept, squares = emission.submit(self._key, self._optimizer.updates if is_training else None)
+            outputs, squares = emission.submit(self._key, self._optimizer.updates if is_training else None)
         updated = frozenset(name for name, _ in passes[0].captured.gradients)
-        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], kept, squares, updated)
+        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], outputs, squares, updated)
 
     def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
         """Check that a step can run within the budgets, before memory is allocated for it.

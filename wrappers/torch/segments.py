@@ -85,7 +85,7 @@ def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = Non
             last_use[storage] = number
         for storage in call.writes:
             last_write[storage] = number
-    kept = {ref.storage for ref in tree_leaves(capture.outputs) if isinstance(ref, Ref)}
+    outputs = {ref.storage for ref in tree_leaves(capture.outputs) if isinstance(ref, Ref)}
     finals: dict[int, list[TileKey]] = {}
     for tile, ref in capture.gradients.items():
         finals.setdefault(last_write[ref.storage], []).append(tile)
@@ -96,13 +96,13 @@ def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = Non
         is_heavy, used = flops_of(call) > 0, call.reads | call.writes
         differs = kind_of is not None and number > start and kind_of(call) != kind_of(calls[number - 1])
         if number > start and (differs or (heavy and is_heavy) or total + _nbytes(used - touched) > limit):
-            segments.append(_segment(capture, start, number, last_use, kept, finals))
+            segments.append(_segment(capture, start, number, last_use, outputs, finals))
             start, heavy, touched, total = number, False, set(), 0
         heavy = heavy or is_heavy
         total += _nbytes(used - touched)
         touched |= used
     if start < len(calls):
-        segments.append(_segment(capture, start, len(calls), last_use, kept, finals))
+        segments.append(_segment(capture, start, len(calls), last_use, outputs, finals))
     return segments
 
 
@@ -110,16 +110,16 @@ def _segment(
     capture: Capture, start: int, end: int, last_use: Mapping[Storage, int], kept: set[Storage], finals: Mapping[int, Sequence[TileKey]]
 ) -> Segment:
     calls = capture.calls[start:end]
-    made: dict[Storage, int] = {}
+    produced: dict[Storage, int] = {}
     used: dict[Storage, None] = {}
     written: set[Storage] = set()
     for number, call in enumerate(calls, start):
         for storage in sorted(call.made, key=_size_of):
-            made.setdefault(storage, number)
-        used.update(dict.fromkeys(sorted((call.reads | call.writes) - made.keys(), key=_size_of)))
+            produced.setdefault(storage, number)
+        used.update(dict.fromkeys(sorted((call.reads | call.writes) - produced.keys(), key=_size_of)))
         written |= call.writes
     gradients = [tile for number in range(start, end) for tile in finals.get(number, ())]
-    inner = {storage: first for storage, first in made.items() if last_use[storage] < end and storage not in kept}
+    inner = {storage: first for storage, first in produced.items() if last_use[storage] < end and storage not in kept}
     last = {storage: max(last_use[storage], *_final_at(capture, storage, finals, start, end)) for storage in inner}
     offsets, nbytes = scratch_layout(inner, last)
     beside = max((sum(s.nbytes for s in call.made if s not in inner) if torch_nbytes(call) else buffer_nbytes(call) for call in calls), default=0)
@@ -128,7 +128,7 @@ def _segment(
         calls,
         [storage for storage in used if storage not in written],
         [storage for storage in used if storage in written],
-        [storage for storage in made if storage not in inner],
+        [storage for storage in produced if storage not in inner],
         offsets,
         inner,
         last,

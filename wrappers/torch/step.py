@@ -103,22 +103,22 @@ class Pass:
             the tasks that only add rows to gradients, to be called after all minibatches. If they were submitted in order, the next minibatch, whose
             product adds to the same gradient much earlier than its rows do, would wait for the end of this one.
         """
-        made: dict[Storage, Handle] = {}
+        produced: dict[Storage, Handle] = {}
         outputs = _storages_in(self.captured.outputs)
         contribution: Contribution = "write" if minibatch == 0 else "add"
-        kept: dict[Storage, Handle] = {}
+        output_handles: dict[Storage, Handle] = {}
         late: list[Callable[[], None]] = []
         contributes: Mode = W if contribution == "write" else RW
         borrowed = {storage: gradients[tile] for storage, tile in self._borrowed[contribution].items()}
         for task in self._of(contribution):
             segment = task.segment
             for storage in segment.makes:
-                made[storage] = borrowed.get(storage) or _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
+                produced[storage] = borrowed.get(storage) or _handle(runtime, storage.nbytes, f"{task.codelet.name} result", "activations")
                 if storage in outputs:
-                    kept[storage] = made[storage]
-            accesses: list[Access] = [(handles.get(s) or made[s], R) for s in segment.reads]
-            accesses += [(handles.get(s) or made[s], RW) for s in segment.updates]
-            accesses += [(made[s], contributes if s in borrowed else W) for s in segment.makes]
+                    output_handles[storage] = produced[storage]
+            accesses: list[Access] = [(handles.get(s) or produced[s], R) for s in segment.reads]
+            accesses += [(handles.get(s) or produced[s], RW) for s in segment.updates]
+            accesses += [(produced[s], contributes if s in borrowed else W) for s in segment.makes]
             accesses += [(borrowed[s], contributes) for s in task.work.borrowed]
             accesses += [(gradients[tile], contributes) for tile in task.work.targets]
             constants: dict[str, Any] = {}
@@ -131,7 +131,7 @@ class Pass:
                 late.append(partial(runtime.submit, task.codelet, accesses, constants))
             else:
                 runtime.submit(task.codelet, accesses, constants)
-        return kept, late
+        return output_handles, late
 
     def _of(self, contribution: Contribution) -> list[_Task]:
         if contribution not in self._tasks:
@@ -181,11 +181,11 @@ class Pass:
             for storage in (call.reads | call.writes) & users.keys():
                 users[storage].append(call)
         counts = Counter(ref.storage for ref in self.captured.gradients.values())
-        kept = _storages_in(self.captured.outputs)
+        outputs = _storages_in(self.captured.outputs)
         writing = {
             ref.storage: tile
             for tile, ref in self.captured.gradients.items()
-            if ref.is_whole and counts[ref.storage] == 1 and ref.storage not in kept and numpy_dtype(ref.dtype, tile[0]) == self._dtypes[tile[0]]
+            if ref.is_whole and counts[ref.storage] == 1 and ref.storage not in outputs and numpy_dtype(ref.dtype, tile[0]) == self._dtypes[tile[0]]
         }
         adding = {
             storage: tile
@@ -273,11 +273,11 @@ def _compute(work: _Work, *, on_gpu: bool) -> tuple[Program, _Compute]:
 def _cpu_kernel(work: _Work) -> Callable[..., None]:
     """Return the function of a task on CPU workers; each random call draws from its own generator."""
     program, compute = _compute(work, on_gpu=False)
-    at, has_scratch = work.num_before_key, work.has_scratch
+    key_position, has_scratch = work.num_before_key, work.has_scratch
 
     def run(*views: Any, minibatch: int = 0) -> None:
         Threads.hold()
-        seed = (int(views[at][0]), int(views[at][1]), minibatch) if program.draws else ()
+        seed = (int(views[key_position][0]), int(views[key_position][1]), minibatch) if program.draws else ()
         with torch.inference_mode():
             compute(views, has_scratch, lambda call: {"generator": generator_of((*seed, call.draw))}, HOST)
 
@@ -291,14 +291,14 @@ def _cuda_kernel(work: _Work, uniforms: Mapping[Call, tuple[int, int]]) -> Calla
         uniforms: random call -> (offset in scratch memory, count of numbers).
     """
     _, compute = _compute(work, on_gpu=True)
-    at, has_scratch = work.num_before_key, work.has_scratch or bool(uniforms)
+    key_position, has_scratch = work.num_before_key, work.has_scratch or bool(uniforms)
     draw = kernel("keyed_uniform", "cuda")
 
     def run(*views: Any, minibatch: int = 0) -> None:
         drawn = {}
         for call, (offset, count) in uniforms.items():
             drawn[call] = views[-1][offset : offset + count * FLOAT.itemsize].at(FLOAT, count)
-            draw(views[at], drawn[call], stream=stream_of(call, minibatch))
+            draw(views[key_position], drawn[call], stream=stream_of(call, minibatch))
         compute_on_gpu(lambda where: compute(views, has_scratch, lambda call: {"uniforms": as_tensor(drawn[call], (-1,), where)}, where))
 
     return run

@@ -20,15 +20,15 @@ from .rows import ops
 def with_accumulated_sums(capture: Capture) -> Capture:
     """Return the same pass with the sums that compute gradients done in place, if one summand can be added to the other."""
     calls: list[Call | None] = list(capture.calls)
-    kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
-    kept |= {ref.storage for ref in capture.gradients.values()}  # a summand may be the gradient of another parameter
+    needed = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
+    needed |= {ref.storage for ref in capture.gradients.values()}  # a summand may be the gradient of another parameter
     makers = {storage: number for number, call in enumerate(capture.calls) for storage in call.made}
     moved: dict[Storage, Storage] = {}
     for ref in capture.gradients.values():
         total = ref.storage
-        while (at := makers.get(total)) is not None and (found := _sum_of(calls, at, kept)) is not None:
-            made_at, first, adding = found
-            calls[made_at], calls[at] = adding, None
+        while (position := makers.get(total)) is not None and (merged := _sum_of(calls, position, needed)) is not None:
+            made_at, first, adding = merged
+            calls[made_at], calls[position] = adding, None
             moved[total] = first.storage
             total = first.storage
     return _renamed(replace(capture, calls=[call for call in calls if call is not None]), moved)

@@ -108,9 +108,9 @@ def check_trainer(trainer: Any, base: type[Any]) -> None:
         raise UsageError(f"mixed_precision of accelerate must be no, got {precision}; set it to no, or give the model in that type")
     if trainer.lr_scheduler is not None and trainer.optimizer is None:
         raise UsageError("a learning rate schedule without its optimizer changes nothing; give both in optimizers=")
-    kept = trainer.optimizer
+    optimizer = trainer.optimizer
     try:
         if trainer.model_init is None:
             torch_optimizer(trainer.create_optimizer(), trainer.model, None, {})
     finally:
-        trainer.optimizer = kept
+        trainer.optimizer = optimizer

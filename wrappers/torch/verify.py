@@ -185,8 +185,8 @@ class _SameDraws(TorchDispatchMode):  # type: ignore[misc]
         if rule is None:
             return func(*args, **{**kwargs, "generator": generator})
         with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
-            made = func(*tree_map_only(torch.Tensor, shapes.from_tensor, args), **tree_map_only(torch.Tensor, shapes.from_tensor, kwargs))
-        results = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in tree_leaves(made)]
+            predicted = func(*tree_map_only(torch.Tensor, shapes.from_tensor, args), **tree_map_only(torch.Tensor, shapes.from_tensor, kwargs))
+        results = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in tree_leaves(predicted)]
         rule(results, *args, **{**kwargs, "generator": generator})
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -263,7 +263,7 @@ def set_back(world: World) -> Iterator[None]:
         UsageError: a part of the state cannot be restored.
     """
     before = world.walked()
-    kept = [(tensor, whole(tensor).clone()) for tensor, _ in before.tensors.values() if tensor.layout == torch.strided]
+    tensors = [(tensor, whole(tensor).clone()) for tensor, _ in before.tensors.values() if tensor.layout == torch.strided]
     numbers = RandomState()
     gradients = [(tensor, tensor.grad) for tensor, _ in before.tensors.values() if tensor.requires_grad and tensor.is_leaf]
     for tensor, _ in gradients:
@@ -271,7 +271,7 @@ def set_back(world: World) -> Iterator[None]:
 
     def set_tensors_back() -> None:
         with torch.no_grad():
-            for tensor, memory in kept:
+            for tensor, memory in tensors:
                 whole(tensor).copy_(memory)
 
     with ExitStack() as after:

@@ -74,15 +74,15 @@ class CodeWalk(ABC):
                 continue
             content = vars(base)
             self._watch(partial(entries_of, content))
-            for name, each in list(content.items()):
-                if name.startswith("__") and not isinstance(each, types.FunctionType):
+            for name, value in list(content.items()):
+                if name.startswith("__") and not isinstance(value, types.FunctionType):
                     continue
                 path = f"{base.__qualname__}.{name}"
-                each = getattr(each, "__func__", getattr(each, "fget", getattr(each, "func", each)))
-                if isinstance(each, types.FunctionType):
-                    self._visit_function(path, each)
-                elif origin == "user" or is_simple(each):
-                    self.visit(path, each, Slot(partial(setattr, base), name, each))
+                value = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
+                if isinstance(value, types.FunctionType):
+                    self._visit_function(path, value)
+                elif origin == "user" or is_simple(value):
+                    self.visit(path, value, Slot(partial(setattr, base), name, value))
 
     def _visit_method(self, path: str, value: types.MethodType) -> None:
         self.found.leaves[path] = ("method", value.__func__.__qualname__)
@@ -144,15 +144,15 @@ class CodeWalk(ABC):
             if (module := sys.modules.get(chain[0])) is not None:
                 self._visit_module(chain[0], module, chain[1:])
         for chain in loads.of_globals:
-            name, each = chain[0], content.get(chain[0], MISSING)
+            name, loaded = chain[0], content.get(chain[0], MISSING)
             where = f"{content.get('__name__', '')}.{name}"
-            if each is MISSING:
+            if loaded is MISSING:
                 continue
-            if isinstance(each, types.ModuleType):
-                self._visit_module(where, each, chain[1:])
-            elif origin == "user" or is_simple(each):
+            if isinstance(loaded, types.ModuleType):
+                self._visit_module(where, loaded, chain[1:])
+            elif origin == "user" or is_simple(loaded):
                 if where not in self.found.leaves:
-                    self._visit_entry(where, content, name, each)
+                    self._visit_entry(where, content, name, loaded)
                 else:
                     self._watch(partial(entry_of, content, name), partial(set_entry, content, name))
 
@@ -167,11 +167,11 @@ class CodeWalk(ABC):
             self._visit_python_module(path, module)
         if not names or origin == "torch" or not hasattr(module, names[0]):
             return
-        each = getattr(module, names[0])
-        if isinstance(each, types.ModuleType):
-            self._visit_module(f"{path}.{names[0]}", each, names[1:])
-        elif (origin == "user" or is_simple(each)) and f"{path}.{names[0]}" not in self.found.leaves:
-            self._visit_entry(f"{path}.{names[0]}", vars(module), names[0], each)
+        member = getattr(module, names[0])
+        if isinstance(member, types.ModuleType):
+            self._visit_module(f"{path}.{names[0]}", member, names[1:])
+        elif (origin == "user" or is_simple(member)) and f"{path}.{names[0]}" not in self.found.leaves:
+            self._visit_entry(f"{path}.{names[0]}", vars(module), names[0], member)
 
     def _visit_narrow(self, path: str, narrow: Narrow) -> None:
         """Note the attributes of an object that the functions of its class load, and the attributes of those that they load in turn."""
@@ -180,10 +180,10 @@ class CodeWalk(ABC):
         chains: dict[tuple[str, ...], None] = {(name,): None for name in narrow.names}
         for base in kind.__mro__[:-1]:
             if origin_of_class(base) == "user":
-                for each in vars(base).values():
-                    each = getattr(each, "__func__", getattr(each, "fget", each))
-                    if isinstance(each, types.FunctionType):
-                        chains.update(dict.fromkeys(loads_of(each.__code__).of_self))
+                for member in vars(base).values():
+                    member = getattr(member, "__func__", getattr(member, "fget", member))
+                    if isinstance(member, types.FunctionType):
+                        chains.update(dict.fromkeys(loads_of(member.__code__).of_self))
         self._visit_code_of(kind)
         for chain in chains:
             owner, where = value, path

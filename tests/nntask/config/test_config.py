@@ -27,8 +27,8 @@ def test_a_gpt2_of_hugging_face_is_read(tmp_path):
     """Keys we know are taken, the others ignored, numbers of floats may be whole; a directory stands for its config.json."""
     values = {**GPT2_SMALL, "n_inner": None, "n_ctx": 1024, "architectures": ["GPT2LMHeadModel"], "resid_pdrop": 0, "activation_function": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    config = config_from_json(tmp_path)
-    assert config == config_from_json(tmp_path / "config.json")
+    config = GPT2Config.from_json(tmp_path)
+    assert config == GPT2Config.from_json(tmp_path / "config.json")
     assert (config.inner_size, config.head_size, config.activation_function, config.resid_pdrop) == (3072, 64, "gelu", 0.0)
     assert GPT2Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -37,7 +37,7 @@ def test_a_llama_of_hugging_face_is_read(tmp_path):
     """The same; without num_key_value_heads every head has its own keys."""
     about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 500000, "bos_token_id": 1, "pretraining_tp": 1}
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_SMALL, **about}))
-    config = config_from_json(tmp_path)
+    config = LlamaConfig.from_json(tmp_path)
     assert config == config_from_json(tmp_path / "config.json")
     assert (config.n_kv_head, config.head_size, config.rope_theta, config.rms_norm_eps) == (32, 64, 500000.0, 1e-6)
     assert (config.n_embd, config.n_layer, config.inner_size, config.n_positions) == (2048, 16, 8192, 131072)
@@ -121,18 +121,30 @@ def test_a_missing_key_is_named(kind, key):
         kind.from_dict({k: v for k, v in SMALL[kind].items() if k != key})
 
 
-def test_a_file_that_is_missing_or_truncated_is_missing_data(tmp_path):
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_config_of_each_family_is_read_by_its_class(tmp_path, family):
+    """From a directory, as `config_from_json` reads it; the class of another family refuses the file and names its own."""
+    config = next(iter(family.presets.values()), None) or family.config()
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert family.config.from_json(tmp_path) == config_from_json(tmp_path) == config
+    other = LlamaConfig if family.config is GPT2Config else GPT2Config
+    with pytest.raises(UsageError, match=f'model_type in .*config.json must be "{other.model_type}", got "{family.config.model_type}"'):
+        other.from_json(tmp_path)
+
+
+@pytest.mark.parametrize("read", [GPT2Config.from_json, LlamaConfig.from_json, config_from_json])
+def test_a_file_that_is_missing_or_truncated_is_missing_data(tmp_path, read):
     """Exit code 4, with the path; a list instead of an object breaks a rule; nor is there an end to what is nested deeper than any reader goes."""
     path = tmp_path / "config.json"
     with pytest.raises(DataError, match=r"config\.json cannot be read"):
-        config_from_json(path)
+        read(path)
     for text in (json.dumps(GPT2_SMALL)[:-7], "[" * 200_000):
         path.write_text(text)
         with pytest.raises(DataError, match=r"config\.json is not whole JSON"):
-            config_from_json(path)
+            read(path)
     path.write_text("[1]")
     with pytest.raises(UsageError, match="JSON object"):
-        config_from_json(path)
+        read(path)
 
 
 def test_a_config_made_in_python_obeys_the_same_rules():

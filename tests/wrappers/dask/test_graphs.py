@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -299,6 +300,15 @@ def test_rerun_exceptions_locally() -> None:
     with pytest.raises(ZeroDivisionError):
         get({"x": Task("x", fails)}, "x", rerun_exceptions_locally=True)
     assert threads[1:] == [threading.get_ident()]
+
+
+def test_keywords_are_in_the_signatures() -> None:
+    """`help` and editors show them, and a wrong one is refused by the function that the program called."""
+    for function in (get, runtime.get):
+        parameters = inspect.signature(function).parameters
+        assert [*parameters][-5:] == ["cache", "num_workers", "pool", "callbacks", "rerun_exceptions_locally"]
+    with pytest.raises(TypeError, match=r"^get\(\) got an unexpected keyword argument 'rerun'"):
+        get({"x": 1}, "x", rerun=True)
 
 
 def test_a_graph_within_a_task_shares_the_memory() -> None:

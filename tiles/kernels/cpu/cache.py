@@ -82,8 +82,8 @@ def cached_attention(
         return
     more = NOTHING._replace(table=table[0]) if table else NOTHING
     for b in range(batch):
-        at = Pair(head_size, scale, True, int(positions[b, 0]), start, 0, 0, 0, 0, pattern=pattern)
+        pair = Pair(head_size, scale, True, int(positions[b, 0]), start, 0, 0, 0, 0, pattern=pattern)
         one = slice(b, b + 1)
-        whole.add_keys(q[one], keys[one], values[one], o[one], peak[one], total[one], more, scratch, at, first)
+        whole.add_keys(q[one], keys[one], values[one], o[one], peak[one], total[one], more, scratch, pair, first)
     if last:
         whole.finish(o, total, head_size)

@@ -58,12 +58,12 @@ def paged_attention(
         exp_loops.paged_attention(query, k, v, positions[:, 0], table, first_page, scaled, cap, pattern.window, s, out, peaks, totals)
         return
     for r in range(rows):
-        at = int(positions[r, 0])
-        for i in range(at // length + 1):
+        position = int(positions[r, 0])
+        for i in range(position // length + 1):
             page = int(table[r, i]) - first_page
             if 0 <= page < num_pages:
                 row, this_page = slice(r, r + 1), slice(page, page + 1)
-                pair = Pair(head_size, scale, True, at, i * length, 0, 0, 0, 0, pattern=pattern)
+                pair = Pair(head_size, scale, True, position, i * length, 0, 0, 0, 0, pattern=pattern)
                 sums = partial[row, i : i + 1], peaks[row, i, :, None], totals[row, i, :, None]
                 whole.add_keys(q[row], keys[this_page], values[this_page], *sums, NOTHING, scratch, pair, True)
 

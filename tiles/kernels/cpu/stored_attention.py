@@ -35,13 +35,13 @@ def attention_scores(q: Array, k: Array, s: Array, *rest: Array, at: Pair) -> No
     """s = masked scores of a pair of tiles, which are kept. `rest` is `OptionalTiles` and scratch, if the pattern needs any."""
     if at.causal or at.pattern.window:
         s.fill(-np.inf)
-    at = replace(at, p=0.0)
-    more, scratch = optional_tiles(rest, at), rest[-1] if rest else s
-    for block in blocks(q.shape[0], q.shape[2] // at.head_size, q.shape[1], k.shape[1], at):
+    pair = replace(at, p=0.0)
+    more, scratch = optional_tiles(rest, pair), rest[-1] if rest else s
+    for block in blocks(q.shape[0], q.shape[2] // pair.head_size, q.shape[1], k.shape[1], pair):
         scores = s[block.b, block.h, block.queries, block.keys]
-        products(q, k, scores, block, at)
-        change_scores(scores, more, scratch, block, at)
-        mask_later(scores, block, at)
+        products(q, k, scores, block, pair)
+        change_scores(scores, more, scratch, block, pair)
+        mask_later(scores, block, pair)
 
 
 @register("attention_lse", "cpu")

@@ -42,11 +42,13 @@ def attention_seconds(device: CudaDevice, shape: WholeShape) -> tuple[float, flo
     """
     stream = device.stream()
     with device.visit(), stream.owner, _tiles(device, stream, shape) as tiles:
-        at = Pair(shape.size, shape.scale, shape.causal, 0, 0, 0, 0, shape.heads, shape.tq, num_keys=shape.tk)
+        whole = Pair(shape.size, shape.scale, shape.causal, 0, 0, 0, 0, shape.heads, shape.tq, num_keys=shape.tk)
         q, k, v, o, lse, do, dq, dk, dv, scratch = tiles
         device.enter(stream)
-        forward = _seconds(device, stream, lambda: kernel("whole_attention", "cuda")(q, k, v, o, lse, scratch, at=at))
-        return forward, _seconds(device, stream, lambda: kernel("whole_attention_backward", "cuda")(q, k, v, o, lse, do, dq, dk, dv, scratch, at=at))
+        forward = _seconds(device, stream, lambda: kernel("whole_attention", "cuda")(q, k, v, o, lse, scratch, at=whole))
+        return forward, _seconds(
+            device, stream, lambda: kernel("whole_attention_backward", "cuda")(q, k, v, o, lse, do, dq, dk, dv, scratch, at=whole)
+        )
 
 
 @contextmanager

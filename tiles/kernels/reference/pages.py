@@ -50,10 +50,10 @@ def paged_attention(
     length, num_heads = keys.shape[1], q.shape[2] // head_size
     group = num_heads // (keys.shape[2] // head_size)
     for r, i in np.ndindex(table.shape):
-        at, page = int(positions[r, 0]), int(table[r, i]) - first_page
-        if not 0 <= page < len(keys) or i * length > at:
+        position, page = int(positions[r, 0]), int(table[r, i]) - first_page
+        if not 0 <= page < len(keys) or i * length > position:
             continue
-        distances = i * length + np.arange(length) - at
+        distances = i * length + np.arange(length) - position
         hidden = (distances > 0) | (distances <= -pattern.window if pattern.window else False)
         for h in range(num_heads):
             mine, shared = slice(h * head_size, (h + 1) * head_size), slice(h // group * head_size, (h // group + 1) * head_size)

@@ -50,6 +50,6 @@ def run(argv: Sequence[str]) -> int:
     module = importlib.import_module(f".{name}", __name__)
     rest = [*argv[: argv.index(name)], *argv[argv.index(name) + 1 :]]
     settings, _ = parse(getattr(module, BENCHMARKS[name]), rest, f"nntask bench {name}")
-    found: tuple[dict[str, Any], list[str]] = module.run(settings)
-    print(json.dumps(found[0], indent=1) if settings.json else "\n".join(found[1]))
+    result: tuple[dict[str, Any], list[str]] = module.run(settings)
+    print(json.dumps(result[0], indent=1) if settings.json else "\n".join(result[1]))
     return 0

@@ -178,17 +178,17 @@ class _Load:
 
     def _measure(self, action: Callable[[], None], times: int) -> float:
         """Return the median over the rounds, without the two warm-up rounds, one for each instance of the step."""
-        found, waited = [], []
+        costs, waited = [], []
         for _ in range(2 + _ROUNDS):
             spent, busy = self.inside(), self._busy()
             begin = perf_counter()
             action()
             wall = perf_counter() - begin
             spent, busy = self.inside() - spent, self._busy() - busy
-            found.append((wall * self.workers - spent) / (times * self.num_tasks))
+            costs.append((wall * self.workers - spent) / (times * self.num_tasks))
             waited.append((busy - spent) / (times * self.num_tasks))
         self.waited = statistics.median(waited[2:])
-        return statistics.median(found[2:])
+        return statistics.median(costs[2:])
 
     def _busy(self) -> float:
         """Return the seconds inside kernels so far."""

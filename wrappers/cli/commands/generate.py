@@ -147,8 +147,8 @@ def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Se
     from nntask.inference import fill
 
     for number, (prompt, begin) in enumerate(zip(prompts, begins, strict=True), 1):
-        found, filled = fill(model, ids, begin), list(begin)
-        for mask in found:
+        predictions, filled = fill(model, ids, begin), list(begin)
+        for mask in predictions:
             filled[mask.position] = mask.tokens[0]
         text = ids.tokenizer.decode(filled)
         if asked.json:
@@ -157,7 +157,7 @@ def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Se
                     {"token": ids.tokenizer.decode([token]) or ids.tokenizer.word(token), "probability": p}
                     for token, p in zip(mask.tokens, mask.probabilities, strict=True)
                 ]
-                for mask in found
+                for mask in predictions
             ]
             print(json_line({"number": number, "prompt": prompt, "text": text, "masks": masks}))
         else:

@@ -32,10 +32,10 @@ def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from nntask import PRESETS
 
-    name, found = words[0] if words else "", families()
-    if name not in PRESETS and (not name or name in found):
-        found = {kind: facts for kind, facts in found.items() if name in ("", kind)}
-        print(json.dumps(found, indent=1) if settings.json else "\n".join(_list(found)))
+    name, listed = words[0] if words else "", families()
+    if name not in PRESETS and (not name or name in listed):
+        listed = {kind: facts for kind, facts in listed.items() if name in ("", kind)}
+        print(json.dumps(listed, indent=1) if settings.json else "\n".join(_list(listed)))
         return 0
     figures = step_of(name)
     print(json.dumps(figures, indent=1) if settings.json else "\n".join(_lines(figures)))
@@ -46,13 +46,13 @@ def families() -> dict[str, dict[str, Any]]:
     """Return for each model_type the classes of transformers, objectives, and presets with parameters and the bytes of their state."""
     from nntask.models import FAMILIES
 
-    found = {}
+    by_type = {}
     for kind, family in FAMILIES.items():
         presets = {
             name: {"parameters": preset.num_parameters, "state_bytes": STATE_BYTES * preset.num_parameters} for name, preset in family.presets.items()
         }
-        found[kind] = {**_about(family.config), "presets": presets}
-    return found
+        by_type[kind] = {**_about(family.config), "presets": presets}
+    return by_type
 
 
 def _about(config: Any) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def step_of(name: str) -> dict[str, Any]:
         asked = replace(asked, data=replace(asked.data, dataset="images"))
     run = resolve(asked, config, machine=devices_of(asked.resources, asked.model.dtype, checks=False))
     with no_collections():
-        found = capture(run)
-        needs = thriftiest_needs(found.plan, this_machine(run.machine), run.step.recompute)
+        captured = capture(run)
+        needs = thriftiest_needs(captured.plan, this_machine(run.machine), run.step.recompute)
     return {
         "name": name,
         "model_type": config.model_type,
@@ -105,7 +105,7 @@ def step_of(name: str) -> dict[str, Any]:
         "least_bytes": needs.total,
         "least_bytes_with_disk": needs.task,
         "seq_len": run.model.seq_len,
-        "tasks": len(found.plan.tasks),
+        "tasks": len(captured.plan.tasks),
     }
 
 

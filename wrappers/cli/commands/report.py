@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     from wrappers.report.figures import traced_steps
     from wrappers.report.records import read_run
 
-    found = read_run(directory, Path(settings.trace) if settings.trace else None)
+    record = read_run(directory, Path(settings.trace) if settings.trace else None)
     if target.is_dir():
         raise UsageError(f"--output {target} is a directory; give a file")
     if not target.absolute().parent.is_dir():
@@ -51,13 +51,13 @@ def run(argv: Sequence[str]) -> int:
     except ImportError as error:
         raise UsageError(f"report needs the bokeh package ({error}); pip install -e '.[dashboard]'") from error
     if steps is not None:
-        traced = traced_steps(found.nodes)
+        traced = traced_steps(record.nodes)
         if not any(steps[0] <= step <= steps[1] for step in traced):
             what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
             raise UsageError(f"--steps must name steps that were traced, got {settings.steps}, and {what}; change or drop it")
     try:
         with written_aside(target) as new:
-            new.write_text(page(found, steps), encoding="utf-8")
+            new.write_text(page(record, steps), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
     print(target)

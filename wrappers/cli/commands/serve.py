@@ -191,10 +191,10 @@ def _clock(day: str) -> Callable[[], datetime]:
     if not day:
         return datetime.now
     try:
-        found = datetime.fromisoformat(day)
+        date = datetime.fromisoformat(day)
     except ValueError:
         raise UsageError(f"--template-date must be a day as 2026-11-30, got {day!r}; give one") from None
-    return lambda: found
+    return lambda: date
 
 
 def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, model: str) -> Service:

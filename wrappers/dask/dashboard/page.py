@@ -80,15 +80,15 @@ class View:
 
 def _sentences(board: Board) -> list[str]:
     """Return the progress of each job, as one HTML line."""
-    found = []
+    sentences = []
     for job, nodes in board.jobs.items():
         latest = [state.steps[-1] for state in nodes.values()]
         speeds = [speed for _, _, speed in latest if speed is not None]
         losses = [loss for _, loss, _ in latest if loss is not None]
         words = [f"step {max(step for step, _, _ in latest):,}", f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"]
         words += [f"{sum(speeds):,.0f} tokens/s"] * bool(speeds) + [f"loss {losses[-1]:.4f}"] * bool(losses)
-        found.append(f"<b>{html.escape(job)}</b>: {', '.join(words)}")
-    return found
+        sentences.append(f"<b>{html.escape(job)}</b>: {', '.join(words)}")
+    return sentences
 
 
 def _lines(title: str, unit: str, source: ColumnDataSource, legend: str) -> Any:

@@ -88,15 +88,15 @@ def install(client: Any) -> Installed:
         client: a connected synchronous client.
     """
     client.register_plugin(Dashboard())
-    found: dict[str, bool] = client.run_on_scheduler(_found_on)
+    installed: dict[str, bool] = client.run_on_scheduler(_found_on)
     try:
         link = client.dashboard_link or ""
     except KeyError:  # the scheduler serves no dashboard
         link = ""
     prefix = link.removesuffix("status") if link.endswith("status") else None
     return Installed(
-        f"{prefix}{PAGE}" if prefix and found["page"] else None,
-        f"{prefix}metrics" if prefix and found["metrics"] else None,
+        f"{prefix}{PAGE}" if prefix and installed["page"] else None,
+        f"{prefix}metrics" if prefix and installed["metrics"] else None,
     )
 
 
@@ -189,9 +189,9 @@ def collector() -> _Collector:
     if not _collectors:
         from prometheus_client import REGISTRY
 
-        found = _Collector()
-        REGISTRY.register(found)
-        _collectors.append(found)
+        new = _Collector()
+        REGISTRY.register(new)
+        _collectors.append(new)
     return _collectors[0]
 
 

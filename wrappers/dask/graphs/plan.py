@@ -76,10 +76,10 @@ def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[K
     aliases = {key: _resolve(key, targets) for key in targets}
     reads_of = {key: {aliases.get(each, each) for each in node.dependencies} - data.keys() for key, node in tasks.items()}
     positions = order(tasks if not (targets or data) else {key: _OrderNode(key, frozenset(reads)) for key, reads in reads_of.items()})
-    found = sorted(tasks, key=positions.__getitem__)
-    number_of = {key: number for number, key in enumerate(found)}
-    reads = [[number_of[each] for each in reads_of[key]] for key in found]
-    readers: list[list[int]] = [[] for _ in found]
+    ordered = sorted(tasks, key=positions.__getitem__)
+    number_of = {key: number for number, key in enumerate(ordered)}
+    reads = [[number_of[each] for each in reads_of[key]] for key in ordered]
+    readers: list[list[int]] = [[] for _ in ordered]
     for number, each in enumerate(reads):
         for source in each:
             readers[source].append(number)
@@ -89,7 +89,7 @@ def make_plan(graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[K
             data[key] = data[target]
         elif target in number_of:
             names.setdefault(number_of[target], []).append(key)
-    return GraphPlan([tasks[key] for key in found], found, names, reads, readers, data, wanted)
+    return GraphPlan([tasks[key] for key in ordered], ordered, names, reads, readers, data, wanted)
 
 
 class _OrderNode(GraphNode):  # type: ignore[misc]  # mypy does not look into Dask

@@ -18,8 +18,8 @@ from typing import Any
 from dask._task_spec import GraphNode
 from dask.utils import key_split
 
-from scheduler import DoesNotFit, TaskError, sleep_until
-from scheduler.machine import PAGE, Task
+from scheduler import DoesNotFit, TaskError
+from scheduler.machine import PAGE, Task, sleep_until
 
 from .evaluate import evaluate
 from .observe import Observers
@@ -124,7 +124,7 @@ class GraphRun:
         node = self.plan.nodes[number]
         values: Mapping[Key, Any] = self._cache
         if task is not None:
-            values = {key: each.get() if type(each := self._cache[key]) is Held else each for key in node.dependencies}
+            values = {key: cached.get() if type(cached := self._cache[key]) is Held else cached for key in node.dependencies}
         if self._observers:
             self._observers.begin(self.plan.keys[number])
         try:

@@ -39,7 +39,9 @@ def get(
     cache: Mapping[Any, Any] | None = None,
     num_workers: int | None = None,
     pool: Executor | Pool | None = None,
-    **options: Any,
+    *,
+    callbacks: Any = None,
+    rerun_exceptions_locally: bool | None = None,
 ) -> Any:
     """Compute keys of a Dask graph: ``x.compute(scheduler=get)``.
 
@@ -52,8 +54,8 @@ def get(
         cache: known values by key.
         num_workers: number of threads; default the config's ``num_workers``, then one per usable core.
         pool: pool of threads to use instead of new ones; default the config's ``pool``.
-        options: ``callbacks``, Dask's callbacks, by default the active ones; ``rerun_exceptions_locally``, whether a task that raised runs once more,
-            on the calling thread.
+        callbacks: Dask's callbacks; default the active ones.
+        rerun_exceptions_locally: whether a task that raised runs once more, on the calling thread; default the config's value, then False.
 
     Returns:
         The value of the key; tuples of values for lists.
@@ -64,15 +66,16 @@ def get(
         DoesNotFit: the next task, or the results together, do not fit the budget.
         BaseException: any error of a task.
     """
+    options: dict[str, Any] = {"callbacks": callbacks, "rerun_exceptions_locally": rerun_exceptions_locally}
     runtime = _current.get()
     if runtime is not None:
         return runtime.get(dsk, keys, cache, num_workers, pool, **options)
-    made = GraphRuntime()
-    made.counts_results = False
+    temporary = GraphRuntime()
+    temporary.counts_results = False
     try:
-        return made.get(dsk, keys, cache, num_workers, pool, **options)
+        return temporary.get(dsk, keys, cache, num_workers, pool, **options)
     finally:
-        made.close()
+        temporary.close()
 
 
 class GraphRuntime:
@@ -104,11 +107,11 @@ class GraphRuntime:
         budget, _ = memory_budgets(nbytes, None, 0)
         tier = None
         if disk is not None:
-            found = disk_of(os.fspath(disk))
-            if found is None:
+            location = disk_of(os.fspath(disk))
+            if location is None:
                 raise UsageError(f"disk must name a directory, got {disk!r}; leave it out for no disk tier")
-            file = DiskTier(found[0])
-            tier = (file, found[1] or file.free_bytes())
+            file = DiskTier(location[0])
+            tier = (file, location[1] or file.free_bytes())
         self.budget = budget
         self._store = Store(budget, tier)
         self._num_orders = 0

@@ -178,9 +178,9 @@ class Store:
         accesses: list[tuple[HandleRecord, Mode]] = [(block.record, R) for block in blocks if block.record is not None]
         uses = list(next_uses)
         if scratch_nbytes:
-            made = self.record(f"room for {name}", scratch_nbytes)
-            made.released = True
-            accesses.append((made, SCRATCH))
+            scratch = self.record(f"room for {name}", scratch_nbytes)
+            scratch.released = True
+            accesses.append((scratch, SCRATCH))
             uses.append(FAR)
         self._numbers += 1
         task = Task(TaskId(self._numbers), None, name, ("host",), tuple(accesses), {}, order=order, next_uses=uses, token=Token(client, number))

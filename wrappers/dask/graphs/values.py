@@ -174,10 +174,10 @@ def _array_template(
     offset = address_of(array) - address_of(block.owner)
 
     def build() -> np.ndarray[Any, Any]:
-        made: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw_bytes(block.owner), offset, strides)
+        rebuilt: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw_bytes(block.owner), offset, strides)
         if not writeable:
-            made.flags.writeable = False
-        return made
+            rebuilt.flags.writeable = False
+        return rebuilt
 
     return build
 

@@ -128,8 +128,8 @@ class Connection:
                 if isinstance(error, TimeoutError) and self.client.status == "running" and monotonic() < deadline:
                     continue  # still connected: the scheduler is busy
                 raise ClusterError(f"the Dask scheduler at {self.address} is gone ({type(error).__name__})") from error
-            found: dict[str, dict[str, Any]] = identity["workers"]
-            return found
+            by_address: dict[str, dict[str, Any]] = identity["workers"]
+            return by_address
 
     def usable_workers(self, wanted: int | None, unusable: Mapping[str, str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
         """Wait for enough workers that can train, and return them sorted by address.
@@ -145,12 +145,12 @@ class Connection:
         deadline, least = monotonic() + WAIT_SECONDS, 1 if wanted is None else wanted
         while True:
             addresses = [address for address in self.workers() if address not in unusable and address not in (refused or ())]
-            found = self.ask(addresses, refused) if addresses and (len(addresses) >= least or monotonic() > deadline) else []
-            free = [machine for machine in found if not machine.busy]
+            answering = self.ask(addresses, refused) if addresses and (len(addresses) >= least or monotonic() > deadline) else []
+            free = [machine for machine in answering if not machine.busy]
             if len(free) >= least:
                 return free
             if monotonic() > deadline:
-                raise ClusterError(self._too_few(wanted, len(free), len(found) - len(free), {**unusable, **(refused or {})}))
+                raise ClusterError(self._too_few(wanted, len(free), len(answering) - len(free), {**unusable, **(refused or {})}))
             with contextlib.suppress(Exception):  # asked again above
                 self.client.wait_for_workers(max(len(addresses) + 1, least), timeout=1)
 
@@ -165,8 +165,8 @@ class Connection:
             answers = await asyncio.gather(*map(ask, addresses), return_exceptions=True)
             return [address for address, answer in zip(addresses, answers, strict=True) if isinstance(answer, BaseException)]
 
-        found: list[str] = client.sync(ask_all)
-        return found
+        unanswered: list[str] = client.sync(ask_all)
+        return unanswered
 
     def _too_few(self, wanted: int | None, num_free: int, num_busy: int, unusable: Mapping[str, str]) -> str:
         others = [f"{num_busy} belong to another training"] if num_busy else []
@@ -189,18 +189,18 @@ class Connection:
         """
         own, silent = versions(), set(self.silent(addresses))  # a hung worker would block the probe below
         addresses = [address for address in addresses if address not in silent]
-        found = []
+        answering = []
         for address, said in self._probe(addresses).items():
             if isinstance(said, OSError):  # the worker is shutting down
                 continue
             problem = _difference(said, own)
             if problem is None:
-                found.append(ClusterWorker(address, said["host"], said["busy"]))
+                answering.append(ClusterWorker(address, said["host"], said["busy"]))
             elif refused is None:
                 raise ClusterError(f"worker {address} {problem}")
             else:
                 refused[address] = problem
-        return sorted(found, key=lambda machine: machine.address)
+        return sorted(answering, key=lambda machine: machine.address)
 
     def _probe(self, addresses: list[str]) -> Mapping[str, Any]:
         if not addresses:  # Dask would run the probe on all workers
@@ -231,21 +231,21 @@ def _probe_function() -> Callable[..., dict[str, Any]]:
         import socket
         from importlib import metadata
 
-        found: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}
+        by_package: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}
         for name in ("nntask", "numpy", "dask", "distributed"):
             try:
-                found[name] = metadata.version(name)
+                by_package[name] = metadata.version(name)
             except metadata.PackageNotFoundError:
-                found[name] = ""
+                by_package[name] = ""
         busy = False
         try:
             from .node import is_claimed
 
-            found["nntask"] = found["nntask"] or "in the source tree"
+            by_package["nntask"] = by_package["nntask"] or "in the source tree"
             busy = is_claimed(dask_worker.address)
         except ImportError:
-            found["nntask"] = ""
-        return {"versions": found, "host": socket.gethostname(), "busy": busy}
+            by_package["nntask"] = ""
+        return {"versions": by_package, "host": socket.gethostname(), "busy": busy}
 
     return probe
 
@@ -254,13 +254,13 @@ def versions() -> dict[str, str]:
     """Return the versions of this process, under the names of `_MUST_AGREE`."""
     from importlib import metadata
 
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    by_package = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name in _MUST_AGREE[1:]:
         try:
-            found[name] = metadata.version(name)
+            by_package[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "in the source tree"
-    return found
+            by_package[name] = "in the source tree"
+    return by_package
 
 
 def _silence() -> None:

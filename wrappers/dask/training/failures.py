@@ -44,11 +44,11 @@ def forget_frames(error: BaseException) -> None:
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
-        at = waiting.pop()
-        if at is not None and id(at) not in seen:
-            seen.add(id(at))
-            at.__traceback__ = None
-            waiting += [at.__cause__, at.__context__]
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = None
+            waiting += [current.__cause__, current.__context__]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

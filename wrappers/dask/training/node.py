@@ -322,11 +322,11 @@ class TrainingNode:
         """
         self._was_read = True
         tensor = self._table(table)[name]
-        found = []
+        arrays = []
         for number in numbers:
             with tensor.runtime.acquire(tensor.handles[number], "R") as view:
-                found.append(view.reshape(-1).view(np.uint8).copy())
-        return found
+                arrays.append(view.reshape(-1).view(np.uint8).copy())
+        return arrays
 
     @_runs_on("_starts")
     def write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:

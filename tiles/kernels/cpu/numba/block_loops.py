@@ -104,8 +104,8 @@ def _dots(builder: Any, decode: Decoder, size: int, x_size: int, row: Any, numbe
         begin, offset = builder.mul(index, int64(x_size)), 0
         for number, group in enumerate(decode(builder, builder.add(row, builder.mul(index, int64(size)))), turn):
             for address, slots in zip(numbers, totals, strict=True):
-                at = builder.add(address, begin)
-                floats = [load(builder, at, offset + _VECTOR_BYTES * vector, FLOATS) for vector in range(len(group.numbers))]
+                block_address = builder.add(address, begin)
+                floats = [load(builder, block_address, offset + _VECTOR_BYTES * vector, FLOATS) for vector in range(len(group.numbers))]
                 _add(builder, group, floats, slots[number % 2])
             offset += _VECTOR_BYTES * len(group.numbers)
 

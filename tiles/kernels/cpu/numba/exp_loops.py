@@ -142,8 +142,8 @@ def attention_weights(s: Array, seen: int, peak: Array, total: Array, shrink: Ar
         before = -f32(np.inf) if first else peak[i]
         top = _top(row, count, before)
         shrink[i] = ZERO if first else _exp(before - top)
-        found = _exp_row(row, count, top)
-        total[i] = found if first else total[i] * shrink[i] + found
+        weight_sum = _exp_row(row, count, top)
+        total[i] = weight_sum if first else total[i] * shrink[i] + weight_sum
         peak[i] = top
 
 
@@ -253,8 +253,8 @@ def cached_attention(
                 before = -f32(np.inf) if first else peak[r, h]
                 top = _top(s[h], count, before)
                 shrink = ZERO if first else _exp(before - top)
-                found = _exp_row(s[h, :count], count, top)
-                total[r, h] = found if first else total[r, h] * shrink + found
+                weight_sum = _exp_row(s[h, :count], count, top)
+                total[r, h] = weight_sum if first else total[r, h] * shrink + weight_sum
                 peak[r, h] = top
                 for i in range(q.shape[2]):
                     o[r, h, i] = ZERO if first else o[r, h, i] * shrink
@@ -288,13 +288,13 @@ def paged_attention(
     """
     length, group, factor = keys.shape[1], q.shape[1] // keys.shape[2], ZERO if cap == ZERO else ONE / cap
     for r in range(q.shape[0]):
-        at = positions[r]
-        for m in range(at // length + 1):
+        position = positions[r]
+        for m in range(position // length + 1):
             page = table[r, m] - first_page
             if page < 0 or page >= keys.shape[0]:
                 continue
-            stop = min(length, at + 1 - m * length)
-            low = max(0, at + 1 - window - m * length) if window else 0
+            stop = min(length, position + 1 - m * length)
+            low = max(0, position + 1 - window - m * length) if window else 0
             count = max(0, stop - low)
             for j in range(count):
                 for h in range(q.shape[1]):

@@ -258,9 +258,9 @@ def normalise_heads(o: Array, total: Array, size: int) -> None:
 def take_rows(table: Array, ids: Array, start: int, out: Array, accumulate: bool) -> None:
     """out = table[ids - start] for ids in the table; other rows become 0, or stay with `accumulate`  # (V, N), (R,) -> (R, N)."""
     for i in range(ids.size):
-        at, target = ids[i] - start, out[i]
-        if 0 <= at < table.shape[0]:
-            source = table[at]
+        row, target = ids[i] - start, out[i]
+        if 0 <= row < table.shape[0]:
+            source = table[row]
             for j in range(target.size):
                 target[j] = source[j]
         elif not accumulate:

@@ -83,16 +83,16 @@ def _by_dots(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: 
 
 def _add_piece(builder: Any, width: int, w: Any, w_step: Any, xs: list[Any], outs: list[Any], count: Any, adds: Any) -> None:
     """Compute sums over `count` features for the `width` columns at `w`, and write them to `outs`; if `adds`, the sums continue those in `outs`."""
-    kind, each = (FLOATS, LANES) if width >= LANES else (F32, 1)
-    offsets = [n * each * _NUMBER for n in range(width // each)]
+    kind, lanes = (FLOATS, LANES) if width >= LANES else (F32, 1)
+    offsets = [n * lanes * _NUMBER for n in range(width // lanes)]
     totals = zeros(builder, kind, len(xs), len(offsets))
     with builder.if_then(adds):
         for out, slots in zip(outs, totals, strict=True):
             for offset, slot in zip(offsets, slots, strict=True):
                 builder.store(load(builder, out, offset, kind), slot)
     with cgutils.for_range(builder, count) as loop:
-        at = builder.add(w, builder.mul(loop.index, w_step))
-        weights = [load(builder, at, offset, kind) for offset in offsets]
+        address = builder.add(w, builder.mul(loop.index, w_step))
+        weights = [load(builder, address, offset, kind) for offset in offsets]
         for x, slots in zip(xs, totals, strict=True):
             number = load(builder, builder.add(x, builder.mul(loop.index, int64(_NUMBER))), 0, F32)
             for weight, slot in zip(weights, slots, strict=True):
