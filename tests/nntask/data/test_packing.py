@@ -54,7 +54,7 @@ def test_boundaries_of_a_dataset(tmp_path: Path) -> None:
         scored = dataset.scored_examples(0)
         assert scored is None or all("factor" not in each.arrays for each in in_order(scored, 2, 2))
     (tmp_path / "train.bin").write_bytes(np.arange(300, dtype="<u2").tobytes())
-    with pytest.raises(DataError, match="--document-boundaries keeps apart what the end-of-text id divides"):
+    with pytest.raises(DataError, match="--document-boundaries needs the end-of-text id"):
         opened(Learner(), DataSettings(dataset="train.bin", dataset_path=str(tmp_path), document_boundaries=True)).examples(0)
 
 

@@ -117,7 +117,7 @@ def test_token_ids_and_the_tokenizer_that_is_named_belong_together(tmp_path):
     np.zeros(50, np.uint16).tofile(ours / "train.bin")
     other = llama3(tmp_path / "other", special=["<|end_of_text|>", "<|begin_of_text|>"])
     spec = DataSpec("train.bin", str(ours), vocab_size=300)
-    with pytest.raises(UsageError, match=r"holds ids of .*tokenizer\.json, and .*other gives words other ids; train from weights"):
+    with pytest.raises(UsageError, match=r"holds ids of .*tokenizer\.json, and .*other gives words other ids; use weights"):
         check_spec(DataSpec("train.bin", str(ours), tokenizer_path=str(other), vocab_size=300))
     check_spec(DataSpec("train.bin", str(ours), tokenizer_path=str(llama3(tmp_path / "same")), vocab_size=300))
     assert open_dataset(DataSpec("train.bin", str(ours), tokenizer="bpe", vocab_size=300)).tokenizer.special == open_dataset(spec).tokenizer.special

@@ -101,7 +101,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
     for path, words in (
         (tmp_path / "other", "has precious.txt, and --force replaces directories that hold a model and nothing else"),
         (tmp_path / "run", "which is the checkpoint that is exported"),
-        (checkpoint.path / "x", "lies"),
+        (checkpoint.path / "x", "contain or lie in"),
     ):
         with pytest.raises(UsageError, match=words):
             go(path, force=True)
