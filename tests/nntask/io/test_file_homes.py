@@ -179,7 +179,10 @@ def change(file: Path) -> None:
     os.utime(file, ns=(1, 1))
 
 
-@pytest.mark.parametrize(("spoil", "words"), [(truncate, "has become shorter since it was opened"), (change, "must not change while it is in use, and has changed since it was opened")])
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(truncate, "has become shorter since it was opened"), (change, "must not change while it is in use, and has changed since it was opened")],
+)
 def test_a_file_that_is_spoiled(tmp_path: Path, spoil, words: str) -> None:  # type: ignore[no-untyped-def]
     """The tensor and its file are named; what has been read before goes on."""
     path = write_model(tmp_path / "model")
