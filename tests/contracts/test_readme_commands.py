@@ -42,9 +42,10 @@ def blocks(page: Path, markers: tuple[str | None, ...]) -> list[re.Match[str]]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A directory with the examples, what the commands read, and `nntask` and `python` on its path."""
+    """A directory with the examples and benchmarks, what the commands read, and `nntask` and `python` on its path."""
     here = tmp_path
     (here / "examples").symlink_to(ROOT / "examples")
+    (here / "benchmarks").symlink_to(ROOT / "benchmarks")
     (here / "bin").mkdir()
     for name, command in (("nntask", f'"{sys.executable}" -m nntask'), ("python", f'"{sys.executable}"')):
         (here / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
@@ -104,6 +105,7 @@ def with_commands(*markers: str | None) -> list[Any]:
 
 
 @pytest.mark.pages
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", with_commands(None))
 def test_commands_run_as_printed(page: Path, clone: Path) -> None:
     """All blocks without a marker."""
