@@ -167,14 +167,18 @@ def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelT
 
 def _halved(limits: Limits, axis: str) -> Iterator[Limits]:
     """Yield `limits` with the limit of `axis` halved once, twice, and so on."""
-    while (value := getattr(limits, axis)) > (least := getattr(SMALLEST, axis)):
-        yield (limits := limits._replace(**{axis: max(value // 2, least)}))
+    value, least = getattr(limits, axis), getattr(SMALLEST, axis)
+    while value > least:
+        value = max(value // 2, least)
+        yield limits._replace(**{axis: value})
 
 
 def _doubled(limits: Limits, axis: str) -> Iterator[Limits]:
     """Yield `limits` with the limit of `axis` doubled once, twice, and so on."""
-    while (value := getattr(limits, axis)) < LARGEST:
-        yield (limits := limits._replace(**{axis: 2 * value}))
+    value = getattr(limits, axis)
+    while value < LARGEST:
+        value *= 2
+        yield limits._replace(**{axis: value})
 
 
 def _words(tiling: ModelTiling) -> str:

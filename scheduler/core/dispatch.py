@@ -151,8 +151,8 @@ class Dispatch:
             task = self.policy.pop(worker)
             if task is None:
                 return
-            only_wait = bool(assigned) and all(each.state == "fetching" for each in assigned)
-            if len(assigned) == depth - 1 and not worker.aside and only_wait and _misses_input(task, worker.node):
+            is_last_slot = len(assigned) == depth - 1 > 0
+            if is_last_slot and not worker.aside and all(each.state == "fetching" for each in assigned) and _misses_input(task, worker.node):
                 self.policy.push(task, worker)
                 return
             self.num_ready -= 1

@@ -141,7 +141,7 @@ def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, 
     run = resolve(asked, CONFIG)
     target = this_machine(run.machine)
     order = choose_order(capture(run), run, target)
-    machine = Restless(Models({"cpu": target.rates["cpu"]} if target.rates else {}))
+    machine = Restless(Models())
     found = simulate(
         order.plan,
         workers=target.workers,
