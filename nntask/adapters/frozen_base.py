@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..checkpoints.store import STATE, Checkpoint
-from ..config.init_from import model_directory, weights_file
+from ..config.init_from import initial_model
 from ..config.settings import TrainSettings, from_dict
 from ..config.validation import rank_of
 from ..errors import DataError
@@ -194,9 +194,8 @@ def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | Non
         return None
     if resumed is not None:
         return _recorded(resumed)
-    begin = settings.checkpoints.init_from
-    if (directory := model_directory(begin)) is not None:
-        path = directory.resolve()
+    begin = initial_model(settings.checkpoints.init_from)
+    if begin.directory is not None:
+        path = begin.directory.resolve()
         return FrozenBase("gguf" if is_gguf(path) else "directory", str(path))
-    file = weights_file(begin)
-    return FrozenBase("seed") if file is None else FrozenBase("file", str(file.resolve()))
+    return FrozenBase("seed") if begin.weights is None else FrozenBase("file", str(begin.weights.resolve()))

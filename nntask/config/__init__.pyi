@@ -1,7 +1,7 @@
 from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
-from .init_from import brings_config, checkpoint_at, model_directory
+from .init_from import InitialModel, brings_config, initial_model
 from .objective import image_shape, with_head
 from .old_settings import OLD_SETTINGS, instead, lost, translated
 from .resolution import TINY, model_spec, resolve, resolve_untiled, sized
@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointSettings",
     "ClusterSettings",
     "ClusterSpec",
+    "InitialModel",
     "LanguageRun",
     "MachineSettings",
     "ModelSettings",
@@ -53,7 +54,6 @@ __all__ = [
     "check_shared",
     "check_values",
     "checked_length",
-    "checkpoint_at",
     "cluster_of",
     "disk_of",
     "flag_of",
@@ -63,10 +63,10 @@ __all__ = [
     "from_dict",
     "has_size",
     "image_shape",
+    "initial_model",
     "instead",
     "is_size",
     "lost",
-    "model_directory",
     "model_spec",
     "open_tiles",
     "parse_rate",

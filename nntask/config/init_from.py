@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..checkpoints.store import MODEL, STATE, Checkpoint, find_checkpoint, step_directories
 from ..errors import UsageError
@@ -12,45 +13,57 @@ _SAFETENSORS: Final = ".safetensors"
 _CONFIG: Final = "config.json"
 
 
+class InitialModel(NamedTuple):
+    """What a value of --init-from names.
+
+    Attributes:
+        directory: model directory or GGUF file; None for other kinds.
+        weights: file with nntask's names of tensors; None for other kinds.
+        checkpoint: checkpoint to which `weights` belongs; None for a file alone.
+    """
+
+    directory: Path | None = None
+    weights: Path | None = None
+    checkpoint: Checkpoint | None = None
+
+
 def brings_config(init_from: str) -> bool:
     """Return whether a value of --init-from names a model with its config; False for a file of weights, and for no value."""
-    return bool(init_from) and not init_from.endswith(_SAFETENSORS)
+    return bool(init_from) and not _is_safetensors(init_from)
 
 
-def checkpoint_at(init_from: str) -> Checkpoint | None:
-    """Return the checkpoint at a path, or the newest of the run there; None for other paths and for checkpoints that are model directories.
+def initial_model(init_from: str) -> InitialModel:
+    """Return what a value of --init-from names.
 
     Raises:
-        DataError: the checkpoint is broken.
-        UsageError: the checkpoint has adapters and not a whole model.
+        DataError: it is a checkpoint, and broken.
+        UsageError: it is a checkpoint of adapters and not of a whole model.
     """
     path = Path(init_from)
-    if not brings_config(init_from) or not ((path / STATE).is_file() or step_directories(path)):
-        return None
-    checkpoint = find_checkpoint(path)
-    if (checkpoint.path / _CONFIG).is_file():
-        return None
+    if not brings_config(init_from):
+        return InitialModel(weights=path) if init_from else InitialModel()
+    path = model_home(init_from)
+    if not (path / STATE).is_file() or (path / _CONFIG).is_file():
+        return InitialModel(directory=path)
+    checkpoint = find_checkpoint(init_from)
     if checkpoint.state.get("base") is not None:
-        raise UsageError(f"--init-from {path} has adapters and needs a whole model; write one with nntask export {path} DIR --merge")
-    return checkpoint
+        raise UsageError(f"--init-from {init_from} has adapters and needs a whole model; write one with nntask export {init_from} DIR --merge")
+    return InitialModel(weights=checkpoint.path / MODEL, checkpoint=checkpoint)
 
 
-def directory_or_file(init_from: str) -> Path:
-    """Return the directory or file that holds the weights of a value of --init-from; for a run, that of its newest checkpoint."""
+def model_home(init_from: str) -> Path:
+    """Return the directory or file that holds the weights of a value of --init-from; for a run, the directory of its newest checkpoint."""
     path = Path(init_from)
     if (path / STATE).is_file() or not (steps := step_directories(path)):
         return path
     return steps[-1]
 
 
-def weights_file(init_from: str) -> Path | None:
-    """Return the file with nntask's names of tensors that a value of --init-from means; None for other kinds."""
-    if init_from.endswith(_SAFETENSORS):
-        return Path(init_from)
-    checkpoint = checkpoint_at(init_from)
-    return None if checkpoint is None else checkpoint.path / MODEL
-
-
-def model_directory(init_from: str) -> Path | None:
-    """Return the model directory or GGUF file that a value of --init-from means; None for other kinds."""
-    return directory_or_file(init_from) if init_from and weights_file(init_from) is None else None
+def _is_safetensors(path: str) -> bool:
+    """Whether a path has the suffix of a safetensors file, or is a file with such a header, which NNTile's users may have named model.pt."""
+    if path.endswith(_SAFETENSORS):
+        return True
+    with suppress(OSError, ValueError), open(path, "rb") as file:  # ValueError: a name that no file can have
+        head = file.read(10)
+        return head[8:] == b'{"' and int.from_bytes(head[:8], "little") < 1 << 32
+    return False

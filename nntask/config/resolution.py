@@ -24,7 +24,7 @@ from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_
 from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
-from .init_from import brings_config, directory_or_file, model_directory, weights_file
+from .init_from import InitialModel, brings_config, initial_model, model_home
 from .objective import objective_of, with_objective
 from .run_config import (
     LanguageRun,
@@ -103,6 +103,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
     is_continued = resumed is not None or bool(begin.resume)
+    initial = InitialModel() if is_continued else initial_model(begin.init_from)
     return {
         "name": name_of(settings),
         "directory": directory_of(settings, resumed),
@@ -134,8 +135,8 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             is_continued,
             resumed,
             frozen_base_to_start_from(settings, resumed),
-            None if is_continued else model_directory(begin.init_from),
-            None if is_continued else weights_file(begin.init_from),
+            initial.directory,
+            initial.weights,
             None,
         ),
         "traced": trace_range(settings.observe.trace_steps),
@@ -251,7 +252,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     """Return settings with the tokenizer of the model of --init-from, if that has one and the settings name no other."""
     data, files = settings.data, settings.checkpoints
     is_open = brings_config(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
-    if is_open and has_tokenizer(path := directory_or_file(files.init_from)):
+    if is_open and has_tokenizer(path := model_home(files.init_from)):
         return replace(settings, data=replace(data, tokenizer_path=str(path)))
     return settings
 

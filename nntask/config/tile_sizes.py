@@ -9,7 +9,7 @@ from ..hf.model_directory import block_sizes
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
-from .init_from import model_directory
+from .init_from import initial_model
 from .run_config import RunConfig
 from .settings import TrainSettings, known
 from .validation import rank_of
@@ -37,7 +37,7 @@ def _in_blocks(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig
     """Return the tiling in whole blocks of the frozen weights, if these are quantised and any size is open."""
     if rank_of(settings) is None or not open_tiles(settings):
         return tiling
-    directory = model_directory(settings.checkpoints.init_from)
+    directory = initial_model(settings.checkpoints.init_from).directory
     return tiling if directory is None else tiling.in_blocks(config, block_sizes(directory))
 
 

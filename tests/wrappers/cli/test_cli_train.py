@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,14 +117,15 @@ def test_continuations_are_exact(here, capsys, flags):
     assert numbers(here / "a") == numbers(here / "b")
 
 
-@pytest.mark.parametrize("start", ["w.safetensors", "first", "first/checkpoints/step-000002"])
+@pytest.mark.parametrize("start", ["w.safetensors", "w.pt", "first", "first/checkpoints/step-000002"])
 def test_a_run_that_began_from_files_continues(here, capsys, start):
-    """--init-from takes exported weights, a run and a checkpoint, with the same result; a continuation begins at its own checkpoint."""
+    """--init-from takes exported weights of any name, a run and a checkpoint, with the same result; a continuation begins at its own checkpoint."""
     assert main([*TRAIN, "--steps=2", "--run-dir=first"]) == 0
     assert main(["export", "first", "w.safetensors", "--format=weights"]) == 0
+    shutil.copy("w.safetensors", "w.pt")
     flags = [*TRAIN, "--init-from=w.safetensors"]
     assert main([*flags, "--steps=6", "--run-dir=a"]) == 0
-    other = [flag for flag in TRAIN if "config" not in flag] if start != "w.safetensors" else TRAIN
+    other = [flag for flag in TRAIN if "config" not in flag] if start.startswith("first") else TRAIN
     assert main([*other, f"--init-from={start}", "--steps=3", "--run-dir=b"]) == 0
     (here / "w.safetensors").unlink()
     assert main(["train", "--resume=b", "--steps=6"]) == 0

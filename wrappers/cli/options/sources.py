@@ -14,7 +14,7 @@ from .flags import Flag, Table, build, from_toml, merge, scan, table_of, values_
 
 if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
-    from nntask.config import TrainSettings
+    from nntask.config import InitialModel, TrainSettings
     from nntask.hardware import MachineSpec
     from nntask.models import ModelConfig
 
@@ -141,14 +141,14 @@ def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mappi
     Raises:
         DataError: --init-from names no model directory.
     """
-    from nntask.config import model_directory
+    from nntask.config import initial_model
     from nntask.models import untiled_type
 
     if resumed is not None:
         from nntask.checkpoints import STATE
 
         values, source = resumed.state["model"], f"model in {resumed.path / STATE}"
-    elif directory := model_directory(settings.checkpoints.init_from):
+    elif directory := initial_model(settings.checkpoints.init_from).directory:
         from nntask.hf import read_values
 
         values, source = read_values(directory)
@@ -217,22 +217,15 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     import difflib
 
     from nntask import PRESETS, UsageError
-    from nntask.config import TINY, checkpoint_at, model_directory, with_head
+    from nntask.config import TINY, brings_config, initial_model, with_head
     from nntask.models import config_values
 
     model = settings.model
     config: ModelConfig
     if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
-    elif checkpoint := checkpoint_at(settings.checkpoints.init_from):
-        config = checkpoint.config
-    elif directory := model_directory(settings.checkpoints.init_from):
-        from nntask.gguf import file_notes
-        from nntask.hf import read_values
-
-        config = _named(*read_values(directory))
-        for sentence in file_notes(directory):
-            complain(sentence)
+    elif brings_config(settings.checkpoints.init_from):
+        config = _initial_config(initial_model(settings.checkpoints.init_from))
     elif model.config_path is not None:
         config = _named(*config_values(model.config_path))
     else:
@@ -248,6 +241,20 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
         config = with_head(settings, config)
     if model.dropout is not None:
         config = config.with_dropout(model.dropout)
+    return config
+
+
+def _initial_config(begin: InitialModel) -> ModelConfig:
+    """Return the config of the model of --init-from, and print the notes about its files."""
+    from nntask.gguf import file_notes
+    from nntask.hf import read_values
+
+    if begin.checkpoint is not None:
+        return begin.checkpoint.config
+    assert begin.directory is not None  # a file of weights brings no config
+    config = _named(*read_values(begin.directory))
+    for sentence in file_notes(begin.directory):
+        complain(sentence)
     return config
 
 
