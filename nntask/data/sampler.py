@@ -88,7 +88,7 @@ class Windows:
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return tokens and targets, (n, T) int32 each."""
         rows = self._windows(numbers)  # (n, T + 1)
-        return {"tokens": np.ascontiguousarray(rows[:, :-1]), "targets": np.ascontiguousarray(rows[:, 1:])}
+        return {"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}  # copies: a single row is contiguous, and targets may be changed
 
     def _windows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return (n, T) int32, the tokens of sequences, each with the tokens after it that its targets need."""
