@@ -28,6 +28,8 @@ IMPORTED: Final = ("nntask.data.chat_blocks", "jinja2.constants", "jinja2.debug"
 """Modules that `ChatService` imports lazily."""
 ROW_ADVICE: Final = "correct or remove the line, or correct the template"
 """End of messages about rows that a template refuses or that take too much."""
+PROMPT_ADVICE: Final = "change the messages"
+"""The same for prompts."""
 
 
 class ChatTemplate:
@@ -144,7 +146,7 @@ class ChatTemplate:
             DataError: the template refuses the conversation.
         """
         plain = [plain_message(each, self._reads, where) for each in messages]
-        return self._render(plain, where, prompts=True, advice="change the messages")[0]
+        return self._render(plain, where, prompts=True, advice=PROMPT_ADVICE)[0]
 
     def _render(
         self,
@@ -188,7 +190,7 @@ class ChatService:
         where, most = content["where"], content["most"]
         if "row" not in content:
             self._template.set_date(datetime.fromisoformat(content["now"]))
-            return self._checked(self._template.prompt(content["messages"], where), where, most, "change the messages")
+            return self._checked(self._template.prompt(content["messages"], where), where, most, PROMPT_ADVICE)
         counts = RowTally()
         text, answers = self._template.rendered(Record(content["row"], where), counts)
         return self._checked(text, where, most, ROW_ADVICE), answers, counts.numbers, counts.unknown

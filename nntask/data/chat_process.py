@@ -16,7 +16,7 @@ from typing import Final
 
 from ..confined.process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits
 from ..errors import DataError
-from .chat import ROW_ADVICE
+from .chat import PROMPT_ADVICE, ROW_ADVICE
 from .chat_source import ChatSource
 from .json_lines import Record
 from .row_counts import RowCounts
@@ -82,9 +82,9 @@ class ChatProcess:
         """
         what = f"{where} is not for the chat template of {self._name}, which"
         if (count := sum(len(word) for message in messages for pair in message.items() for word in pair)) > self._most:
-            raise DataError(f"{what} gets at most {self._most:,} characters, got {count:,}; change the messages")
+            raise DataError(f"{what} gets at most {self._most:,} characters, got {count:,}; {PROMPT_ADVICE}")
         content = {"messages": list(messages), "where": where, "now": self._now().isoformat(), "most": self._most}
-        return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, what, "change the messages")))
+        return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, what, PROMPT_ADVICE)))
 
     def rows(self, lines: Iterable[Record], counts: RowCounts) -> Iterator[tuple[Record, str, list[tuple[int, int]]]]:
         """Render rows, a few ahead of the caller, and count unknown keys and answers that the template changes in `counts`.

@@ -37,10 +37,11 @@ class ImageFolder:
         path: the directory.
         files: paths of the image files.
         labels: (n,) int32, classes of the images.
+        chosen: numbers of the images that belong to this split.
     """
 
-    def __init__(self, path: Path, files: Sequence[Path], labels: npt.NDArray[np.int32]) -> None:
-        self.path, self.name, self._files, self.labels = path, str(path), files, labels
+    def __init__(self, path: Path, files: Sequence[Path], labels: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> None:
+        self.path, self.name, self._files, self.labels = path, str(path), [files[number] for number in chosen], labels[chosen]
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
         """Return the pixels of image `number`, (size, size, channels) in [-1, 1].
@@ -207,9 +208,9 @@ def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None
     root = Path(path)
     if root.is_dir():
         files, labels = _folders(root, objective, flag)
-        return lambda held: ImageFolder(root, [files[at] for at in _chosen(len(files), held)], labels[_chosen(len(files), held)])
-    images, numbers = _arrays(root, objective, flag)
-    return lambda held: ImageArray(root, images, numbers, _chosen(len(numbers), held))
+        return lambda held: ImageFolder(root, files, labels, _chosen(len(files), held))
+    images, labels = _arrays(root, objective, flag)
+    return lambda held: ImageArray(root, images, labels, _chosen(len(labels), held))
 
 
 def _chosen(count: int, held: bool | None) -> npt.NDArray[np.int64]:

@@ -26,11 +26,10 @@ from ..gguf.vocabulary import NAME
 from ..gguf.vocabulary_keys import keys_of
 from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
-from ..io.writable import check_writable
 from ..models.registry import config_from_dict
 from ..models.same_model import differing_keys, is_same_model
 from .conversion import Conversion, Converted, Convertible, copy_weights, kinds_of, staying
-from .huggingface import check_apart
+from .huggingface import check_apart, check_new_file
 
 _STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
 
@@ -43,12 +42,7 @@ def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
     """
     for shard in shard_paths(source):
         check_apart(path, shard)
-    if path.exists() or path.is_symlink():
-        if not force:
-            raise UsageError(f"{path} exists; name another file, or replace it with --force")
-        if not is_gguf(path) or path.is_symlink():
-            raise UsageError(f"{path} is not a GGUF file, and --force replaces only these; name another file")
-    check_writable(path, "")
+    check_new_file(path, "a GGUF file", is_gguf, force=force)
 
 
 def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: bool = False) -> Converted:

@@ -24,7 +24,6 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
-from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, shapes_of
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, SINGLE
 from ..hf.shard_index import INDEX
@@ -101,8 +100,28 @@ def check_apart(path: Path, source: Path, what: str = "the source") -> None:
         UsageError: the target is one of these.
     """
     ours, theirs = path.resolve(), source.resolve()
-    if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
+    if ours == theirs or theirs in ours.parents or ours in theirs.parents:
         raise UsageError(f"{path} must not be, contain or lie in {source}, which is {what}; name another place")
+
+
+def check_new_file(path: Path, kind: str, is_kind: Callable[[Path], bool], *, force: bool) -> None:
+    """Check that a file is new, or with `force` one of its kind, and that it can be written.
+
+    Args:
+        path: file to write.
+        kind: name of the kind in error messages, such as "a GGUF file".
+        is_kind: function that returns whether an existing file is of the kind.
+        force: whether to replace an existing file.
+
+    Raises:
+        UsageError: the file exists and is a link, of another kind, or not to be replaced; or it cannot be written.
+    """
+    if os.path.lexists(path):
+        if not force:
+            raise UsageError(f"{path} exists; name another file, or replace it with --force")
+        if path.is_symlink() or not is_kind(path):
+            raise UsageError(f"{path} exists and is not {kind}, the only kind overwritten; name another file, or remove it")
+    check_writable(path, "")
 
 
 def check_replaceable(path: Path, *, force: bool) -> None:
@@ -238,7 +257,7 @@ def new_file(
     Args:
         path: the file.
         tensors: name -> (shape, element type).
-        metadata: metadata of the header, in addition to the format that transformers expects.
+        metadata: metadata of the header.
 
     Raises:
         OSError: the file exists, or the disk is full or failed.

@@ -10,8 +10,7 @@ from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
 from ..errors import DataError, StorageError, UsageError
 from ..io.atomic_write import written_aside
 from ..io.safetensors_file import STORAGE, TensorFile
-from ..io.writable import check_writable
-from .huggingface import Exported, as_stored, check_apart_from, new_file, pieces
+from .huggingface import Exported, as_stored, check_apart_from, check_new_file, new_file, pieces
 
 _FILES: Final = {"weights": MODEL, "optimizer": OPTIMIZER}
 
@@ -20,18 +19,19 @@ def check_state_file(path: Path, *, force: bool) -> None:
     """Check that a file may be written to `path`, without creating it.
 
     Raises:
-        UsageError: the path exists and `force` is false, it is not a safetensors file, it lies in a checkpoint, or it cannot be written.
+        UsageError: the path lies in a checkpoint, or `check_new_file` refuses it.
     """
     if (path.parent / STATE).exists():
         raise UsageError(f"{path} lies in a checkpoint, which nothing but training writes; name a file elsewhere")
-    if path.exists():
-        if not force:
-            raise UsageError(f"{path} exists; name another file, or replace it with --force")
-        try:
-            TensorFile(path).close()
-        except DataError:
-            raise UsageError(f"{path} exists and is not a safetensors file, the only kind overwritten; name another file, or remove it") from None
-    check_writable(path, "")
+    check_new_file(path, "a safetensors file", _is_safetensors, force=force)
+
+
+def _is_safetensors(path: Path) -> bool:
+    try:
+        TensorFile(path).close()
+    except DataError:
+        return False
+    return True
 
 
 def export_state(source: Checkpoint, path: Path, *, content: Literal["weights", "optimizer"], dtype: str, force: bool = False) -> Exported:

@@ -168,14 +168,20 @@ def test_a_disk_that_is_memory(here, capsys):
 
 
 def test_own_results_are_overwritten_with_force(here, capsys):
-    """A safetensors file, such as the result of an earlier export, and no other file."""
+    """A safetensors file, such as the result of an earlier export, and no other file and no link."""
     assert main([*BASE, "--run-dir=a"]) == 0
     for part in ("weights", "optimizer"):
         assert main(["export", "a", "w.safetensors", f"--format={part}", "--force"]) == 0
     (here / "x.safetensors").write_text("mine")
+    (here / "to_w.safetensors").symlink_to("w.safetensors")
+    (here / "to_nothing.safetensors").symlink_to("nothing")
     capsys.readouterr()
-    for name, words in (("w", "exists; name another file, or replace it with --force"), ("x", "is not a safetensors file")):
-        force = ["--force"] if name == "x" else []
+    exists, other = "exists; name another file, or replace it with --force", "is not a safetensors file"
+    for name, force, words in (
+        ("w", [], exists),
+        ("to_nothing", [], exists),
+        *((name, ["--force"], other) for name in ("x", "to_w", "to_nothing")),
+    ):
         assert main(["export", "a", f"{name}.safetensors", "--format=weights", *force]) == 2
         assert words in capsys.readouterr().err
     assert (here / "x.safetensors").read_text() == "mine"
