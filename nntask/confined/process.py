@@ -33,6 +33,8 @@ _LAST_SECONDS: Final = 5
 _MOMENT: Final = 0.05
 _WALL_PER_SECOND: Final = 4
 """Elapsed time for each second of processor time: the process may share its processor with three others."""
+_LEAST_WALL: Final = 20
+"""Shortest elapsed time in seconds: the first request also waits for the start of Python, and a busy machine serves others first."""
 _PIPE: Final = 1 << 16
 _AHEAD: Final = 32
 _AHEAD_NBYTES: Final = 1 << 20
@@ -61,7 +63,7 @@ class RequestLimits:
     @property
     def wall_seconds(self) -> int:
         """Elapsed time in seconds after which an unanswered process counts as stopped."""
-        return _WALL_PER_SECOND * self.seconds
+        return max(_LEAST_WALL, _WALL_PER_SECOND * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)

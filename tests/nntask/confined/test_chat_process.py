@@ -148,15 +148,17 @@ def until_busy(other: psutil.Process) -> None:
         assert other.is_running()
 
 
-def test_a_process_that_others_end_or_stop(begun: Callable[..., tuple[ChatProcess, psutil.Process]]) -> None:
+def test_a_process_that_others_end_or_stop(begun: Callable[..., tuple[ChatProcess, psutil.Process]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Is no fault of the conversation that was being written, however long it is, and the next one is written."""
     ours, other = begun(cpu_seconds=1)
+    monkeypatch.setattr("nntask.confined.process._LEAST_WALL", 4)
     long: list[dict[str, Any]] = [{"role": "user", "content": "a" * (MOST - 100)}]
     want = ours.prompt(TALK, "the request")
     other.suspend()
     with pytest.raises(ProcessUnavailable, match="did not answer within 4 s, and was stopped; try again later"):
         ours.prompt(long, "the request")
     assert not other.is_running()
+    monkeypatch.undo()
     assert ours.prompt(TALK, "the request") == want
     ours, other = begun(ENDLESS)
     with ThreadPoolExecutor(1) as pool:

@@ -48,6 +48,11 @@ def test_a_process_that_exits(process: ConfinedProcess) -> None:
     assert process.ask(request("own environment")) == "[]"
 
 
+def test_a_busy_machine_ends_no_short_request() -> None:
+    """A second of processor time may take many where others work, as may the start of Python; long requests get a quarter of a processor."""
+    assert [RequestLimits(seconds, 0, 0).wall_seconds for seconds in (1, 5, 15)] == [20, 20, 60]
+
+
 def test_an_answer_beyond_its_limit(process: ConfinedProcess) -> None:
     """It is not read, and not taken for the answer of the next request."""
     with pytest.raises(DataError, match="the attempt writes more than 10,000 bytes; try another"):

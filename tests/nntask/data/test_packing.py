@@ -47,11 +47,19 @@ def test_a_batch_of_one_sequence(tmp_path: Path) -> None:
     file = file_of(tmp_path, [1, 5, 2, 1, 6, 7, 2, 1, 8] * 3)
     masking = Masking(mask=40, special=np.array([1, 2], np.int32), num_ids=50, probability=0.5, seed=0)
     spans = CorruptedSpans(file, Objective("seq2seq", length=8, target_length=8), None, 50, 0)
-    for examples in (Windows(file, 8), SeparateWindows(file, 8, 1, 2), MaskedWindows(file, 8, masking), SeparateMaskedWindows(file, 8, masking, 1, 2), spans):
+    for examples in (
+        Windows(file, 8),
+        SeparateWindows(file, 8, 1, 2),
+        MaskedWindows(file, 8, masking),
+        SeparateMaskedWindows(file, 8, masking, 1, 2),
+        spans,
+    ):
         several = examples.arrays(np.arange(2), 0)
         for number in range(2):
             alone = examples.arrays(np.array([number]), 0)
-            assert {name: rows.tolist() for name, rows in alone.items()} == {name: rows[number : number + 1].tolist() for name, rows in several.items()}
+            assert {name: rows.tolist() for name, rows in alone.items()} == {
+                name: rows[number : number + 1].tolist() for name, rows in several.items()
+            }
 
 
 def test_boundaries_of_a_dataset(tmp_path: Path) -> None:
