@@ -52,13 +52,6 @@ def processes() -> Iterator[list[ChatProcess]]:
         each.close()
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Much more elapsed time than processor time, so that the limit on the latter decides on a busy machine, too."""
-    monkeypatch.setattr("nntask.confined.process._WALL_PER_SECOND", 60)
-
-
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if "macros" in name or "number" in name else name for name in HOSTILE])
 def test_hostile_conversations(name: str, processes: list[ChatProcess]) -> None:
     """A conversation whose rendering is without bound is refused within seconds and bytes; one that is not so is written as without a process."""
@@ -265,7 +258,6 @@ def test_rows_behind_a_refused_one(processes: list[ChatProcess]) -> None:
     assert len([*processes[-1].rows(records(good, good), counts)]) == 2
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", ["loops", "a text beyond memory", "a text that doubles", "a constant beyond memory", "a date beyond memory"])
 def test_hostile_rows(name: str, processes: list[ChatProcess]) -> None:
     """A row whose rendering is without bound is named and refused within seconds and bytes."""
