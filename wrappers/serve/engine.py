@@ -201,11 +201,7 @@ class TextEngine:
             if self._inbox.empty() and batch.record_ahead():
                 return
             self._inbox.get()()
-        while True:
-            try:
-                self._inbox.get_nowait()()
-            except queue.Empty:
-                break
+        self._take_queued()
         news: News = []
         self._join_waiting(batch, news)
         if self._running and not self._is_ending:
@@ -214,6 +210,11 @@ class TextEngine:
                     news.extend(self._heard(batch, text, each))
         if news:
             self._deliver(news)
+
+    def _take_queued(self) -> None:
+        """Take all queued requests."""
+        while not self._inbox.empty():  # this thread alone takes from the queue
+            self._inbox.get()()
 
     def _join_waiting(self, batch: RunningBatch, news: News) -> None:
         """Start waiting texts in order of arrival, as long as the first one fits."""
@@ -282,12 +283,13 @@ class TextEngine:
         """Remove the remaining texts of a job."""
         assert self.batch is not None  # opened before the thread takes jobs
         for text in [text for text, running in self._running.items() if running.job is job]:
-            self.batch.leave(text)
+            if self.failure is None:  # a failed batch may not be able to release texts
+                self.batch.leave(text)
             self._forget(text)
-        kept = [each for each in self._waiting if each[0] is not job]
+        remaining = [each for each in self._waiting if each[0] is not job]
         with self._lock:
-            self._num_open -= len(self._waiting) - len(kept)
-        self._waiting = deque(kept)
+            self._num_open -= len(self._waiting) - len(remaining)
+        self._waiting = deque(remaining)
 
     def _end(self) -> None:
         self._is_ending = True
@@ -295,15 +297,7 @@ class TextEngine:
 
     def _tell_all(self, error: ApiError) -> None:
         """End every job with `error`, including those that are still in the queue."""
-        while True:
-            try:
-                self._inbox.get_nowait()()
-            except queue.Empty:
-                break
-            except Exception:
-                if self.failure is None:
-                    raise
-                # a failed batch may not be able to release texts, and every job gets the same error either way
+        self._take_queued()
         jobs = {id(job): job for job in (*(running.job for running in self._running.values()), *(job for job, _ in self._waiting))}
         self._running.clear()
         self._waiting.clear()

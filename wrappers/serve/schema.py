@@ -54,11 +54,16 @@ _EMPTY: Final[tuple[Any, ...]] = (None, "", [], {}, False)
 
 def refused(name: str, rule: str, value: Any) -> ApiError:
     """Return the error for a value that breaks a rule."""
+    return ApiError(400, f"{name} must be {rule}, got {_shown(value)}; change it", param=name)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON of at most 80 characters, for messages."""
     try:
         shown = json.dumps(value, ensure_ascii=True)
     except RecursionError:
         shown = f"a deeply nested {type(value).__name__}"
-    return ApiError(400, f"{name} must be {rule}, got {shown if len(shown) <= 80 else shown[:77] + '...'}; change it", param=name)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _where(rule: str, holds: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Check:
@@ -340,7 +345,7 @@ def _checked(
                 values[name] = table[name][0](name, value)
         elif name in _NOT_OFFERED:
             if value not in _EMPTY and value not in _NOTHING.get(name, ()):
-                raise ApiError(400, f"{name} is not supported here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
+                raise ApiError(400, f"{name} is not supported here, got {_shown(value)}; leave it out", param=name)
         elif name not in _EFFECTLESS and value not in _EMPTY:
             unknown.append(_plain(name))
             if is_strict:

@@ -150,6 +150,8 @@ async def _served(
     server = _Server(config, begin_ending, application.end, grace_seconds)
     loop = asyncio.get_running_loop()
     desk.open(loop, lambda: _exit(server))
+    if engine.failure is not None:  # the engine has failed before the desk was open
+        _exit(server)
     sweeper = loop.create_task(sweep(server.server_state.connections, receive_seconds))
     try:
         await server.serve(sockets=[listener])

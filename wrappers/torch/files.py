@@ -156,11 +156,13 @@ class SessionFiles(ABC):
         Raises:
             DataError: the file is missing or corrupt, or belongs to another module.
         """
+        self._check_open()
         load_tensors(Path(directory) / MODEL, self._module_values.saved(frozen=frozen))
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """Reset optimizer and step number, keeping the current weights."""
+        self._check_open()
         self._wait_for_started()
         self._optimizer.reset()
         self.num_steps, self._half_done = 0, ""

@@ -135,7 +135,7 @@ class Session(SessionFiles):
         check_arguments(module, has_weights=weights is not None, ngpu=ngpu, compiled=compiled, **numbers)
         self.module, self.optimizer = module, torch_optimizer(optimizer, module, lr, options)
         self._seed, self._num_minibatches, self._is_compiled = seed, minibatches, compiled
-        self._max_norm = 0.0 if max_grad_norm == inf else max_grad_norm  # infinity only measures, as in torch.nn.utils.clip_grad_norm_
+        max_norm = 0.0 if max_grad_norm == inf else max_grad_norm  # infinity only measures, as in torch.nn.utils.clip_grad_norm_
         self.num_steps, self._half_done, self._is_closed = 0, "", False
         self._guards = ExitStack()  # guards of module and optimizer while the session is open
         self._started: deque[StartedStep] = deque()
@@ -145,7 +145,7 @@ class Session(SessionFiles):
         self._host = Host(module, on, threads, resources)
         self.runtime: Runtime = self._host.runtime
         try:
-            with self._host.user_errors(), self._taken(None if weights is None else Path(weights), tiles):
+            with self._host.user_errors(), self._taken(None if weights is None else Path(weights), tiles, max_norm):
                 terms = PassTerms(tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
                 self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
                 self._prepare(verify, order, recompute)
@@ -155,7 +155,7 @@ class Session(SessionFiles):
         release_unused()
 
     @contextmanager
-    def _taken(self, weights: Path | None, tiles: Mapping[str, tuple[int, int]]) -> Iterator[None]:
+    def _taken(self, weights: Path | None, tiles: Mapping[str, tuple[int, int]], max_norm: float) -> Iterator[None]:
         """Create the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
         self.state = ModuleState(self.module, self.runtime, tiles)
         values = first_values(self.module)
@@ -164,7 +164,7 @@ class Session(SessionFiles):
             attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, self.module)
             values = {name: value for name, value in values.items() if name not in saved}
         with self.state.take(values):
-            self._optimizer = SessionOptimizer(self.optimizer, self.module, self.state.parameters, self._max_norm)
+            self._optimizer = SessionOptimizer(self.optimizer, self.module, self.state.parameters, max_norm)
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()

@@ -27,6 +27,7 @@ from nntask.errors import UsageError
 from scheduler import DoesNotFit
 from wrappers.dask import get, runtime
 from wrappers.dask.graphs.plan import make_plan, prepare
+from wrappers.dask.graphs.scheduler import _current
 
 MIB = 1 << 20
 
@@ -322,6 +323,26 @@ def test_a_graph_within_a_task_shares_the_memory() -> None:
     with runtime(ram="64MiB", workers=2) as graphs:
         assert graphs.get(graph, "end") == 6 * (1 << 18) + 15
         assert graphs.stats()["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("has_runtime", [True, False])
+def test_the_result_of_a_nested_graph_counts(has_runtime: bool) -> None:
+    """A task holds the result of a graph that it has computed: its bytes count, with a runtime of the program or the one that `get` opens."""
+
+    def outer() -> tuple[int, int]:
+        held = da.ones(MIB // 8, chunks=MIB // 8).compute(scheduler=get)
+        runtime_of_task = _current.get()
+        assert runtime_of_task is not None
+        stats = runtime_of_task.stats()
+        return held.nbytes, stats["resident_bytes"]
+
+    graph = {"x": Task("x", outer)}
+    if has_runtime:
+        with runtime(ram="64MiB") as graphs:
+            found = graphs.get(graph, "x")
+    else:
+        found = get(graph, "x")
+    assert found == (MIB, MIB)
 
 
 def test_one_worker_follows_the_order() -> None:

@@ -12,13 +12,18 @@ import pytest
 from support.deadline import DEADLINE
 from support.small_texts import COARSE, SMALL
 
-from nntask.inference import RunningBatch, TextRequest
+from nntask.data.tokenizer import ByteTokenizer
+from nntask.inference import RunningBatch, TextIds, TextRequest
 from nntask.inference.row_steps import BatchShape
 from nntask.inference.running_batch import RunningText
 from nntask.models.gpt2 import GPT2
 from scheduler import Runtime
+from wrappers.serve.app import Application, Service
 from wrappers.serve.engine import Job, News, Piece, TextEngine
 from wrappers.serve.errors import ApiError
+from wrappers.serve.jobs import Desk
+from wrappers.serve.metrics import Metrics
+from wrappers.serve.server import listening, serve
 
 ILL = 60
 
@@ -97,7 +102,7 @@ class Broken:
 @pytest.mark.parametrize("breaks", ["leave", "deliver"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_is_reported_whatever_fails_besides(breaks: str) -> None:
-    """The server ends, although jobs cannot be told, or a text cannot leave the batch that failed."""
+    """The server ends, although jobs cannot be told, or a text of a cancelled job cannot leave the batch that failed."""
     failures: SimpleQueue[None] = SimpleQueue()
     news: SimpleQueue[News] = SimpleQueue()
     batch = Broken()
@@ -112,13 +117,44 @@ def test_a_failure_is_reported_whatever_fails_besides(breaks: str) -> None:
         yield batch
 
     engine = TextEngine(broken, lambda ids: "", 4, deliver, lambda: failures.put(None))
-    job = Job([TextRequest((1,), 4)])
-    batch.before_failing = lambda: engine.cancel(job) if breaks == "leave" else None
+    cancelled, waiting = Job([TextRequest((1,), 4)]), Job([TextRequest((1,), 4)])
+
+    def queue_both() -> None:
+        if breaks == "leave":
+            engine.cancel(cancelled)
+            engine.submit(waiting)
+
+    batch.before_failing = queue_both
     engine.start()
-    engine.submit(job)
+    engine.submit(cancelled)
     failures.get(timeout=DEADLINE)
     engine.join()
     assert isinstance(engine.failure, MemoryError)
     if breaks == "leave":
         ((told, error),) = news.get(timeout=DEADLINE)
-        assert (told, error.code if isinstance(error, ApiError) else None) == (job, "engine_failed")
+        assert (told, error.code if isinstance(error, ApiError) else None) == (waiting, "engine_failed")
+
+
+class BrokenAhead(Broken):
+    """A batch that fails while the engine is idle."""
+
+    def record_ahead(self) -> bool:
+        """Fails."""
+        raise MemoryError("no more")
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_before_the_server_listens_ends_it() -> None:
+    """An idle engine fails before there is an event loop: the server ends with the cause, instead of answering every request with 503."""
+
+    @contextmanager
+    def broken() -> Iterator[Any]:
+        yield BrokenAhead()
+
+    desk, ids = Desk(), TextIds(ByteTokenizer(), (), None, frozenset(), 256, adds_special=False)
+    engine = TextEngine(broken, ids.tokenizer.decode, 4, desk.deliver, desk.fail)
+    service = Service("bytes", 0, "", ids, None, "", 1 << 20, receive_seconds=5, is_local=True)
+    engine.start()
+    engine.join()
+    with listening("127.0.0.1", 0) as listener, pytest.raises(MemoryError, match="no more"):
+        serve(Application(service, engine, desk, Metrics(engine)), engine, desk, listener, receive_seconds=5, grace_seconds=1)

@@ -493,6 +493,16 @@ def test_a_bad_batch_and_a_changed_optimizer_lose_nothing(tmp_path: Path) -> Non
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
+@pytest.mark.parametrize("method", ["save", "save_into", "save_weights", "resume", "load_weights", "reset_optimizer"])
+def test_files_of_a_closed_session(tmp_path: Path, method: str) -> None:
+    """Saving, loading and resetting are refused by the session itself, in terms of the program."""
+    with Session(_Twice(), "sgd", ram="16MB") as session:
+        session.save(tmp_path / "saved")
+    arguments = {"reset_optimizer": (), "save": (tmp_path / "new",)}.get(method, (tmp_path / "saved",))
+    with pytest.raises(UsageError, match="the session is closed"):
+        getattr(session, method)(*arguments)
+
+
 def test_threads_of_pytorch_come_back() -> None:
     """With the last session that is open, once, and where a session cannot be made."""
     before = torch.get_num_threads()

@@ -71,7 +71,6 @@ def get(
     if runtime is not None:
         return runtime.get(dsk, keys, cache, num_workers, pool, **options)
     temporary = GraphRuntime()
-    temporary.counts_results = False
     try:
         return temporary.get(dsk, keys, cache, num_workers, pool, **options)
     finally:
@@ -90,12 +89,7 @@ class GraphRuntime:
         UsageError: a size cannot be parsed or is not positive, or there are no workers.
         DoesNotFit: the budget is above the memory limit of this process.
         OSError: the directory cannot be created or written.
-
-    Attributes:
-        counts_results: whether returned values still count against the budget.
     """
-
-    counts_results = True
 
     def __init__(self, ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> None:
         nbytes = parse_size(ram, "ram") if isinstance(ram, str) else ram
@@ -164,7 +158,7 @@ class GraphRuntime:
                 if run.failed is not None and (config.get("rerun_exceptions_locally", False) if rerun is None else rerun):
                     evaluate(*run.failed)
                 raise run.error
-            return run.results(self._store.hand_over if self.counts_results and self._store.failure is None else None)
+            return run.results(self._store.hand_over if self._store.failure is None else None)
         except BaseException as error:
             run.stop(error)
             raise

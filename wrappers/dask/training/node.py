@@ -219,10 +219,9 @@ class TrainingNode:
                 f"worker {self.worker_name} has other data at {dataset.train.name} than the client; copy the same files to every worker, or use a "
                 "shared directory"
             )
-        # buckets on their way to this node, and copies of those that it sends
-        passing = 2 * (shard.num_nodes - 1) * (window_for(order.largest) + order.largest)
+        window = self._comms.window = window_for(order.largest)
+        passing = 2 * (shard.num_nodes - 1) * (window + order.largest)  # buckets on their way to this node, and copies of those that it sends
         machine = machine_of_node(self._worker, self._devices, run, self._nccl, on_host=order.on_host, passing_nbytes=passing)
-        self._comms.window = window_for(order.largest)
         run = self._run_config = run.on(machine)
         self._dataset, minibatch = dataset, run.step.minibatch
         self._stream = BatchStream(
