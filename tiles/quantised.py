@@ -63,6 +63,17 @@ class QuantisedTensor(TileTensor):
             )
         super().__init__(runtime, shape, tile, dtype, kind=kind, data_class=data_class, name=name)
 
+    @staticmethod
+    def gains(matrix: TileTensor, block_format: BlockFormat, *, is_turned: bool) -> bool:
+        """Return whether operations on a matrix gain from 16-bit blocks: CPU kernels widen them to fp32 as they read, GPUs decode whole tiles.
+
+        Args:
+            matrix: the matrix as floats, in its tiling; without whole blocks in each tile the result is False.
+            block_format, is_turned: the parameters of the constructor.
+        """
+        is_whole = matrix.tile[0 if is_turned else 1] % block_format.block_values == 0
+        return is_whole and matrix.dtype == np.float32 and not matrix.runtime.has_gpus
+
     def _handle(self, index: tuple[int, ...]) -> Handle:
         rows, columns = self._stored(self.tiling.extents(index))
         view, name = TileView((rows, self.block_format.row_bytes(columns)), np.dtype(np.uint8)), f"{self.name}{list(index)}"

@@ -14,7 +14,7 @@ _CONFIG: Final = "config.json"
 
 
 class InitialModel(NamedTuple):
-    """The model that a value of --init-from names.
+    """Files that a value of --init-from names.
 
     Attributes:
         directory: model directory or GGUF file; None for other kinds.
@@ -33,7 +33,7 @@ def brings_config(init_from: str) -> bool:
 
 
 def initial_model(init_from: str) -> InitialModel:
-    """Return the model that a value of --init-from names.
+    """Return the files that a value of --init-from names.
 
     Raises:
         DataError: it is a checkpoint, and broken.
@@ -42,7 +42,7 @@ def initial_model(init_from: str) -> InitialModel:
     path = Path(init_from)
     if not brings_config(init_from):
         return InitialModel(weights=path) if init_from else InitialModel()
-    path = weights_path(init_from)
+    path = model_path(init_from)
     if not (path / STATE).is_file() or (path / _CONFIG).is_file():
         return InitialModel(directory=path)
     checkpoint = find_checkpoint(init_from)
@@ -51,7 +51,7 @@ def initial_model(init_from: str) -> InitialModel:
     return InitialModel(weights=checkpoint.path / MODEL, checkpoint=checkpoint)
 
 
-def weights_path(init_from: str) -> Path:
+def model_path(init_from: str) -> Path:
     """Return the directory or file that holds the weights of a value of --init-from; for a run, the directory of its newest checkpoint."""
     path = Path(init_from)
     if (path / STATE).is_file() or not (steps := step_directories(path)):

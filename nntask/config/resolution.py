@@ -24,7 +24,7 @@ from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_
 from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
-from .init_from import InitialModel, brings_config, initial_model, weights_path
+from .init_from import InitialModel, brings_config, initial_model, model_path
 from .objective import objective_of, with_objective
 from .run_config import (
     LanguageRun,
@@ -252,7 +252,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     """Return settings with the tokenizer of the model of --init-from, if that has one and the settings name no other."""
     data, files = settings.data, settings.checkpoints
     is_open = brings_config(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
-    if is_open and has_tokenizer(path := weights_path(files.init_from)):
+    if is_open and has_tokenizer(path := model_path(files.init_from)):
         return replace(settings, data=replace(data, tokenizer_path=str(path)))
     return settings
 

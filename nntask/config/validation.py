@@ -189,6 +189,10 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(
             f"--momentum {settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1"
         )
+    if settings.optimizer.warmup_start_lr is not None and settings.optimizer.warmup_steps == 0:
+        raise UsageError(
+            f"--warmup-start-lr {settings.optimizer.warmup_start_lr:g} begins a warm-up, and --warmup-steps 0 asks for none; drop one of them"
+        )
     if settings.run.prompt and not settings.run.sample_tokens:
         raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
     check_cluster(settings)

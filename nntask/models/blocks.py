@@ -45,7 +45,7 @@ class Construction:
         names: attribute -> name in the family's files.
         has_rows_in: whether matrices are (in, out) instead of (out, in).
         flash: whether attention avoids the full matrix of scores.
-        library: whether cuDNN may compute attention on GPUs.
+        library: whether the attention library of the runtime's devices may compute attention.
         sites: numbers for the places with dropout.
     """
 
@@ -123,8 +123,9 @@ class Attention(Module):
         q = self._placed(self.q(x, masks), self.q_norm, given)  # (B, T, C) -> (B, T, H*D)
         k = self._placed(self.k(x, masks), self.k_norm, given)  # (B, T, C) -> (B, T, G*D)
         v = self.v(x, masks)  # (B, T, C) -> (B, T, G*D)
-        how: dict[str, Any] = {"documents": given.documents, "bias": given.bias, "window": shape.window, "cap": shape.cap}
-        o = self._attended(q, k, v, masks, past=past, causal=shape.is_causal, **how)  # (B, T, H*D)
+        o = self._attended(  # (B, T, H*D)
+            q, k, v, masks, past=past, causal=shape.is_causal, window=shape.window, documents=given.documents, bias=given.bias, cap=shape.cap
+        )
         del q, k, v
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
@@ -147,8 +148,8 @@ class Attention(Module):
         """Return softmax(q k^T * scale) v -> (B, T, H*D), with further arguments of `functional.attention`."""
         p = self.shape.dropout
         dropout = attention_ops.Dropout(p, masks.key, masks.stream(self.site)) if masks is not None and p else None
-        more: dict[str, Any] = {"dropout": dropout, "flash": self.flash, "library": self.library}
-        return functional.attention(q, k, v, head_size=self.shape.head_size, scale=self.shape.scale, **more, **how)
+        size, scale = self.shape.head_size, self.shape.scale
+        return functional.attention(q, k, v, head_size=size, scale=scale, dropout=dropout, flash=self.flash, library=self.library, **how)
 
     def _placed(self, x: Tensor, norm: HeadNorm | None, given: ForwardPass) -> Tensor:
         """Return queries or keys, normed head by head and rotated by their positions: (B, T, H*D) -> (B, T, H*D)."""

@@ -69,8 +69,11 @@ class ModelConfig:
             object.__setattr__(self, f.name, value if convert is None or value is None else convert(value))
 
     @classmethod
-    def _check(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check every present value by the rule of its field, required fields first, then the rules between fields."""
+    def _check(cls, values: dict[str, Any], source: str) -> None:
+        """Check every present value by the rule of its field, required fields first, then the rules between fields.
+
+        A subclass may replace a value in `values` by its parsed form.
+        """
         for f in sorted(fields(cls), key=lambda f: f.default is not MISSING):
             if f.name in values and "check" in f.metadata:
                 f.metadata["check"](f.name, values[f.name], source)

@@ -5,6 +5,7 @@ Letters: B sequences of T tokens, C features of the residual stream, V vocabular
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import TaskRuntime
-from tiles import TileTensor
+from tiles import QuantisedTensor, TileTensor
 from tiles.ops import select
 
 from ..errors import UsageError
@@ -50,8 +51,8 @@ class ExtraInputs:
 NO_EXTRAS: Final = ExtraInputs()
 
 
-class LanguageModel(Module):
-    """Base class of language models; a subclass creates its layers, sets `lm_head` (V, C), calls `allocate` and defines `trunk`.
+class LanguageModel(Module, ABC):
+    """Base class of language models; a subclass creates its layers, sets `lm_head` (V, C), calls `allocate`, and defines `trunk` and `encode`.
 
     Args:
         config: the model's shape and hyperparameters.
@@ -88,8 +89,7 @@ class LanguageModel(Module):
     def hold_blocks(self, blocks: Mapping[str, Blocks]) -> None:
         """Store weights in blocks from now on, frozen, with tiles that are not written yet; for weights that are then attached to files.
 
-        A weight in 16-bit blocks keeps this format if its tiles are whole blocks, the model computes in fp32, and no GPU is used. Otherwise it is
-        converted to floats.
+        A weight in 16-bit blocks keeps this format if operations gain from it (`QuantisedTensor.gains`). Otherwise it is converted to floats.
 
         Args:
             blocks: name -> format. Only matrices of layers, the token embedding and the head may be quantised.
@@ -101,7 +101,9 @@ class LanguageModel(Module):
         parameters = self.named_parameters()
         for name, how in blocks.items():
             is_allowed = name in layers or any(parameters[name] is table for table in self.tables)
-            if not how.block_format.is_quantised and not (is_allowed and self._holds_half(parameters[name], how)):
+            if not how.block_format.is_quantised and not (
+                is_allowed and QuantisedTensor.gains(parameters[name].data, how.block_format, is_turned=how.is_turned)
+            ):
                 continue
             if not is_allowed:
                 raise UsageError(f"{name} is quantised, and only matrices of layers, the token embedding and the head may be; keep it as floats")
@@ -110,12 +112,7 @@ class LanguageModel(Module):
             except ValueError as error:
                 raise UsageError(f"{error} (tile sizes are --embd-tile, --inner-tile and, times the size of a head, --head-tile)") from error
 
-    def _holds_half(self, parameter: Parameter, blocks: Blocks) -> bool:
-        """Return whether a matrix of 16-bit floats keeps this format in memory."""
-        along = 0 if blocks.is_turned else 1
-        whole = parameter.data.tiling.tile[along] % blocks.block_format.block_values == 0
-        return whole and parameter.data.dtype == np.float32 and not self.runtime.has_gpus
-
+    @abstractmethod
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
         """Return the features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.
 
@@ -126,7 +123,6 @@ class LanguageModel(Module):
                 with these tokens.
             given: further inputs.
         """
-        raise NotImplementedError
 
     def input_tensors(self, batch: int, seq_len: int | None = None) -> tuple[TileTensor, TileTensor]:
         """Return tokens and targets, (B, T) int32 each, which the program writes before each step; `inputs` creates other inputs."""
@@ -277,6 +273,7 @@ class LanguageModel(Module):
         windows = [block.attention.window for block in self.config.description.stack.blocks]
         return KVCache(self.config, self.given_tiling, self.runtime, batch, length, self.lm_head.dtype, num_beams=num_beams, windows=windows)
 
+    @abstractmethod
     def encode(self, tokens: TileTensor, documents: TileTensor) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of the sources for each layer of the decoder, for a model with an encoder.
 
@@ -287,7 +284,6 @@ class LanguageModel(Module):
         Returns:
             2 x (B, S, G*D) for each layer.
         """
-        raise NotImplementedError
 
     def continued_logits(self, tokens: TileTensor, past: Past) -> Tensor:
         """Return the scores of the next token after each of w tokens that continue cached sequences: (B, w) int32 -> (B, w, V)."""

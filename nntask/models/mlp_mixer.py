@@ -147,7 +147,7 @@ class MixerBlock(Module):
 
 
 class MlpMixer(LanguageModel):
-    """An MLP-Mixer on a runtime, with the arguments of `Transformer`. Its tokens are patches, which have no ids."""
+    """An MLP-Mixer on a runtime, with the arguments of `Transformer`, whose attention it lacks. Its tokens are patches, which have no ids."""
 
     takes = ()
 
@@ -159,7 +159,8 @@ class MlpMixer(LanguageModel):
         *,
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
-        **_: Any,
+        flash: bool = True,
+        library: bool = False,
     ) -> None:
         super().__init__(config, tiling, runtime)
         self.names = config.names.modules
@@ -231,7 +232,7 @@ class MlpMixer(LanguageModel):
         """
         raise UsageError("an MLP-Mixer classifies images and has no tokens; use its class_scores, or a language model")
 
-    trunk = hidden
+    trunk = encode = hidden
 
 
 PRESETS: Final[Mapping[str, MlpMixerConfig]] = {

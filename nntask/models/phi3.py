@@ -81,7 +81,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         return super().read(taken, source)
 
     @classmethod
-    def _check(cls, values: Mapping[str, Any], source: str) -> None:
+    def _check(cls, values: dict[str, Any], source: str) -> None:
         """Check that a scaling is LongRoPE, the only one of a Phi 3."""
         super()._check(values, source)
         if (scaling := values.get("rope_scaling")) is not None and scaling.rope_type != "longrope":

@@ -53,9 +53,9 @@ class RotaryConfig(HiddenConfig):
         return known
 
     @classmethod
-    def _check(cls, values: Mapping[str, Any], source: str) -> None:
+    def _check(cls, values: dict[str, Any], source: str) -> None:
         super()._check(values, source)
-        if isinstance(values, dict) and (scaling := values.get("rope_scaling")) is not None:
+        if (scaling := values.get("rope_scaling")) is not None:
             given = scaling.to_dict() if isinstance(scaling, RopeScaling) else scaling
             values["rope_scaling"] = scaling_of(given, values["max_position_embeddings"], source)  # with defaults and element types
             check_divisors(values["rope_scaling"], cls.turned_size({**{f.name: f.default for f in fields(cls)}, **values}), source)

@@ -101,7 +101,7 @@ class Transformer(LanguageModel):
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
         flash: whether attention avoids the full matrix of scores.
-        library: whether cuDNN may compute attention on GPUs.
+        library: whether the attention library of the runtime's devices may compute attention.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tiles import TileTensor
 from tiles.kernels import Buckets
@@ -63,7 +62,7 @@ def attention(
         scale: factor of the scores, scale * q . k.
         dropout: dropout of the attention probabilities.
         flash: whether the (B, H, T, S) scores are recomputed in the backward pass instead of stored (Dao et al., FlashAttention, 2022).
-        library: whether to use cuDNN on GPUs that have opened it, for the cases that it supports; only with `flash`.
+        library: whether the attention library of the runtime's devices may compute it, in the cases that it supports; only with `flash`.
         past: keys and values of the earlier tokens; those of the new tokens are added. Allows no dropout and no documents, and leaves no tape.
         causal: whether each query sees only the keys up to its own position (needs S = T); otherwise it sees all keys.
         window: largest number of keys that a query of causal attention sees, its own the last. Tiles outside the window have no tasks.
@@ -76,7 +75,7 @@ def attention(
     if past is not None:
         return _continued(q, k, v, past, head_size, scale, causal, scoring)
     edges, tiles = (q.edge, k.edge, v.edge), (q.data, k.data, v.data)
-    how: dict[str, Any] = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
+    how: attention_ops.AttentionOptions = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
     forward = partial(attention_ops.attention, library=library) if flash else attention_ops.stored_attention
     o, saved = forward(*tiles, **how)  # saved: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
     table_edge = bias.table.edge if bias is not None else None

@@ -108,10 +108,11 @@ class Optimizer(ABC):
         shape = (len(self.groups), HYPER)
         self.hyper = TileTensor(self.runtime, shape, (-1, -1), np.float64, kind="input", data_class="data", name="hyper")
         self.grad_norm: TileTensor | None = None
-        self.state = {"master": {p.name: self._like(p, "master") for p in self._parameters() if p.data.dtype in NARROW}}
-        self.prepare(1)
-        self.state |= {kind: {p.name: self._like(p, kind) for p in self._parameters()} for kind in moments}
+        narrow = [p for p in self._parameters() if p.data.dtype in NARROW]
+        owners = {"master": narrow, **dict.fromkeys(moments, self._parameters())}
+        self.state = {kind: {p.name: self._like(p, kind) for p in parameters} for kind, parameters in owners.items()}
         self._moments = tuple(moments)
+        self.prepare(1)
         self.reset()
 
     def _parameters(self) -> list[Parameter]:

@@ -152,6 +152,10 @@ def test_scores_configs_and_counts() -> None:
     assert flop_counts_of(CONFIG, 9, flash=True).model == 6 * products
     with pytest.raises(UsageError, match="classifies images and has no tokens"):
         model.logits(None)
+    with pytest.raises(UsageError, match="classifies images and has no tokens"):
+        model.encode(None, None)
+    with pytest.raises(TypeError, match="dropout"):
+        build(CONFIG, ModelTiling(), InlineRuntime(), dropout=0.1)
     with pytest.raises(UsageError, match="an MLP-Mixer takes images and targets"):
         model.inputs(2, 5)
     with pytest.raises(UsageError, match="image_size 9 and patch_size 2"):

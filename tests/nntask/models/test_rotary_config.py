@@ -165,7 +165,7 @@ def test_longrope_is_that_of_transformers(more, theta):
     ("more", "words"),
     [
         ({"short_factor": 2.0}, "short_factor in rope_scaling in x.json must be a list of numbers, got 2.0"),
-        ({"long_factor": [1.0] * 31}, "long_factor in rope_scaling in x.json must have 32 numbers, one for each pair of the 64 features"),
+        ({"long_factor": [1.0] * 31}, "long_factor in rope_scaling in x.json must have 32 numbers, one for each pair of the 64 rotated features"),
         ({"long_factor": [1.0] * 31 + [0.0]}, "long_factor[31] in rope_scaling in x.json must be positive and finite, got 0.0"),
         ({"short_factor": ["1"] * 32}, "short_factor[0] in rope_scaling in x.json"),
         ({"factor": 0.5}, "factor in rope_scaling in x.json must be at least 1, got 0.5"),

@@ -68,6 +68,7 @@ def test_rules_between_values(argv, words):
         (["--ram=12XB"], "--ram must be a size in B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, got '12XB'; for example 12GiB"),
         (["--model=tiny", "--config-path=x"], "both name a model"),
         (["--warmup-start-lr=-1"], "--warmup-start-lr must be a finite number of at least 0"),
+        (["--warmup-start-lr=1e-5", "--warmup-steps=0"], "--warmup-start-lr 1e-05 begins a warm-up, and --warmup-steps 0 asks for none"),
         (["--trace-steps=5:2@x"], "--trace-steps must be all, or A:B"),
         (["--ncpu=0"], "--ncpu 0 needs a device"),
         (["--momentum=0.9"], "belongs to --optimizer sgd"),

@@ -20,8 +20,8 @@ from .elementwise import single
 
 Array = npt.NDArray[Any]
 
-for _enter in (register("append_to_pages", "cpu"), register_bf16("append_to_pages", takes=lambda views, constants: True)):
-    _enter(append_to_pages)  # copies single rows
+register("append_to_pages", "cpu")(append_to_pages)  # copies of single rows
+register_bf16("append_to_pages", takes=lambda views, constants: True)(append_to_pages)
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
