@@ -12,24 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.served import CONFIG, KEY, Alone, Served, served, text_of, write_served_model
+from support.served import CONFIG, KEY, Alone, Served, served, text_of
 
 TALK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
 RENDERED = "<|system|>be brief<|end|><|user|>what is it?<|end|><|assistant|>"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory."""
-    return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Alone]:
-    """The same model without a server."""
-    found = Alone(model)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
