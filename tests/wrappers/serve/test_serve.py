@@ -232,7 +232,7 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "too many new tokens": ({**GOOD, "max_tokens": 192}, 400, "at most 192 tokens together, got 1 of the prompt and 192 new ones"),
     "too large": ({**GOOD, "prompt": "a" * 9000}, 413, "at most 8,192 bytes"),
     "unknown model": ({**GOOD, "model": "gpt-4"}, 404, "this server has the model 'small'"),
-    "not offered": ({**GOOD, "suffix": "b"}, 400, "suffix is not offered"),
+    "not offered": ({**GOOD, "suffix": "b"}, 400, "suffix is not supported here"),
     "a name twice": (b'{"model": "small", "prompt": "a", "max_tokens": 1, "max_tokens": 1}', 400, "a duplicate name"),
     "more texts than may ever wait": ({**GOOD, "n": 100}, 400, "at most 8 texts, got 100"),
     "a hundred thousand texts": ({**GOOD, "prompt": ["a"] * 1000, "n": 100}, 400, "at most 8 texts, got 100000"),
