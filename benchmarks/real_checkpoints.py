@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
         figures, report = Path(folder) / "figures.json", Path(folder) / "report.xml"
         line = [sys.executable, "-m", "pytest", "-q", "-m", "long", "tests/real", f"--real-json={figures}", f"--junitxml={report}", *argv]
         code = subprocess.run(line, cwd=ROOT, check=False).returncode
+        if not report.exists():  # pytest printed its help, or refused an argument
+            return code
         passed, failed, skipped = counts(report)
         if not figures.exists() or skipped:
             print(f"{skipped} tests were skipped, so nothing is kept; `make test-real` installs what they need", file=sys.stderr)

@@ -83,3 +83,18 @@ def own_kernels() -> Iterator[None]:
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; the cache goes there as well. Plans look for larger models and minibatches only as far as takes no time."""
+    from nntask.planning import simulate
+
+    monkeypatch.setattr(simulate, "MANY_TASKS", 2000)
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(("NNTASK_", "STARPU_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path

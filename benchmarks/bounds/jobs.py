@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from nntask import PRESETS
+from nntask import PRESETS, UsageError
 from nntask.config import ModelSettings, ResourceSettings, RunConfig, TilingSettings, TrainSettings, check_values, resolve, retiled
 from nntask.hardware import MachineModel, coarse_tiling, devices_of, imaginary_machine
 from nntask.models import ModelConfig, config_from_json
@@ -34,6 +34,17 @@ def length_of(config: ModelConfig) -> int:
     return min(1024, config.n_positions)
 
 
+def preset(name: str) -> ModelConfig:
+    """Return the config of a preset.
+
+    Raises:
+        UsageError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"--model must be a preset that nntask models lists, got {name!r}; use --model gpt2")
+    return PRESETS[name]
+
+
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:
     """Return the settings of the standard job with another preset, batch or length; the tiles of another preset come from the table.
 
@@ -46,11 +57,7 @@ def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None
     Raises:
         UsageError: there is no such preset.
     """
-    from nntask import UsageError
-
-    if model not in PRESETS:
-        raise UsageError(f"--model must be a preset that nntask models lists, got {model!r}; use --model gpt2")
-    length = length_of(PRESETS[model]) if seq_len is None else seq_len
+    length = length_of(preset(model)) if seq_len is None else seq_len
     tiling = STANDARD.tiling if model == "gpt2" else TilingSettings(minibatch_tile=1)
     return replace(STANDARD, model=ModelSettings(model=model, seq_len=length), tiling=replace(tiling, batch=batch, minibatch=minibatch))
 
@@ -70,12 +77,7 @@ def on_devices(
         UsageError: a flag is wrong.
         DataError: the config cannot be read.
     """
-    from nntask import UsageError
-
-    preset = model.model or ""
-    if not config_path and preset not in PRESETS:
-        raise UsageError(f"--model must be a preset that nntask models lists, got {preset!r}; use --model gpt2")
-    config: ModelConfig = config_from_json(config_path) if config_path else PRESETS[preset]
+    config: ModelConfig = config_from_json(config_path) if config_path else preset(model.model or "")
     if model.seq_len is None:
         model = replace(model, seq_len=length_of(config))
     train = TrainSettings(model=model, tiling=tiling, resources=ResourceSettings(ram=ram))

@@ -22,14 +22,6 @@ SCRIPTS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, with the cache in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-@pytest.fixture
 def config(folder: Path) -> str:
     """The flag of a small model, in a directory of its own."""
     (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))

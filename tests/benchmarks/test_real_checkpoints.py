@@ -38,3 +38,10 @@ def test_figures_become_rows_and_a_bar(script: ModuleType) -> None:
     assert all(len(row) == len(table["head"]) for row in table["rows"])
     assert found["comparisons"][0]["met"]
     assert not script.result(FIGURES, 7, 1, {})["comparisons"][0]["met"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--no-such-argument", 4)])
+def test_without_a_report_nothing_is_kept(script: ModuleType, argument: str, code: int) -> None:
+    """pytest's help or refusal is all that there is."""
+    assert script.main([argument]) == code

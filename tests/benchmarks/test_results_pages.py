@@ -149,7 +149,7 @@ def test_every_figure_is_on_its_page(table: ModuleType, rows: ModuleType) -> Non
     assert verdicts.total() == sum("bar" in each for result in results.values() for each in result["comparisons"]) > 0
 
 
-def test_situations_are_counted(table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_situations_are_counted(table: ModuleType) -> None:
     """The counts of the page add up to the rows of the list, whose outcomes are the four that the page explains."""
     script = importlib.import_module("situations")
     found = script.load(table.RESULTS / "situations.csv")

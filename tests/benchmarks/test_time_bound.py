@@ -33,48 +33,29 @@ FAN: list[list[tuple[int, str]]] = [[(0, "W"), (1, "W")], [(2, "W")], [(2, "R")]
 """Two values that one task makes, away while a larger one is made and read."""
 
 
-def step_of(
-    accesses: list[list[tuple[int, str]]], sizes: list[int], copy: float, remade: list[time_bound.Remade | None], productions: list[float]
-) -> Any:
+Remade = time_bound.Remade
+
+
+def step_of(accesses: list[list[tuple[int, str]]], sizes: list[int], copy: float, remade: list[Remade | None], productions: list[float]) -> Any:
     """A trace of temporaries of so many units, and its cost: 4 seconds of tasks, copies of so many seconds a unit in each direction."""
     trace = AccessTrace(accesses, [units * UNIT for units in sizes], [False] * len(sizes), [0] * len(accesses))
     seconds = [copy * units for units in sizes]
     return trace, time_bound.StepCost(4.0, seconds, seconds, remade, productions)
 
 
-MADE, NOT = time_bound.Remade(3, (0,)), None
+MADE, NOT = Remade(3, (0,)), None
 CASES: list[Any] = [
     pytest.param(CHAIN, [1, 1], 2, 100.0, [MADE, NOT], [2.0], 4, id="everything fits"),
     pytest.param(CHAIN, [1, 1], 1, 3.0, [MADE, NOT], [2.0], 4, id="copies are hidden behind tasks"),
     pytest.param(CHAIN, [1, 1], 1, 10.0, [NOT, NOT], [2.0], 10, id="what cannot be made again moves"),
-    pytest.param(CHAIN, [1, 1], 1, 10.0, [time_bound.Remade(2, (0,)), NOT], [2.0], 10, id="nor is it made again elsewhere"),
+    pytest.param(CHAIN, [1, 1], 1, 10.0, [Remade(2, (0,)), NOT], [2.0], 10, id="nor is it made again elsewhere"),
     pytest.param(CHAIN, [1, 1], 1, 10.0, [MADE, NOT], [2.0], 5, id="half is made again: 4 + 2 r = 10 (1 - r)"),
     pytest.param(CHAIN, [1, 1], 1, 1e6, [MADE, NOT], [2.0], 6, id="all is made again, which is cheaper than any copy"),
     pytest.param(CHAIN, [1, 1], 1, 10.0, [MADE, NOT], [60.0], 9.142857, id="a seventieth is: 4 + 60 r = 10 (1 - r)"),
     pytest.param(FAN, [1, 1, 2], 2, 10.0, [MADE, MADE, NOT], [4.0], 20 / 3, id="one run makes both: 4 + 4 r = 20 (1 - r)"),
-    pytest.param(
-        FAN, [1, 1, 2], 2, 1e6, [time_bound.Remade(3, (0,)), time_bound.Remade(3, (1,)), NOT], [1.0, 2.0], 7, id="two runs, if each makes one"
-    ),
-    pytest.param(
-        FAN,
-        [1, 1, 2],
-        2,
-        1e6,
-        [time_bound.Remade(3, (0, 1)), time_bound.Remade(3, (1,)), NOT],
-        [1.0, 2.0],
-        6,
-        id="the tail is not needed beside the whole",
-    ),
-    pytest.param(
-        FAN,
-        [1, 1, 2],
-        3,
-        1e6,
-        [time_bound.Remade(3, (0, 1)), time_bound.Remade(3, (1,)), NOT],
-        [1.0, 2.0],
-        5,
-        id="with room for one, the tail makes the other",
-    ),
+    pytest.param(FAN, [1, 1, 2], 2, 1e6, [Remade(3, (0,)), Remade(3, (1,)), NOT], [1.0, 2.0], 7, id="two runs, if each makes one"),
+    pytest.param(FAN, [1, 1, 2], 2, 1e6, [Remade(3, (0, 1)), Remade(3, (1,)), NOT], [1.0, 2.0], 6, id="the tail is not needed beside the whole"),
+    pytest.param(FAN, [1, 1, 2], 3, 1e6, [Remade(3, (0, 1)), Remade(3, (1,)), NOT], [1.0, 2.0], 5, id="with room for one, the tail makes the other"),
 ]
 
 

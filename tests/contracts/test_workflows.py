@@ -46,6 +46,17 @@ def test_workflows_test_the_versions_of_the_classifiers(file: str, job: str) -> 
     assert PROJECT["requires-python"] == f">={supported[0]}"
 
 
+def test_every_requirement_has_its_version() -> None:
+    """constraints.txt has a line for each package that the project or the development extra names, under the heading that the Makefile writes."""
+    heading, *lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f'@echo "{heading}"' in (ROOT / "Makefile").read_text()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    extras = PROJECT["optional-dependencies"]
+    named = {re.split(r"[^\w-]", each)[0].lower().replace("_", "-") for each in (*PROJECT["dependencies"], *extras["text"], *extras["dev"])}
+    missing = {name for name in named - pinned if not name.startswith(("torch", "nvidia-"))}  # another version for each platform
+    assert not missing, f"constraints.txt lacks {', '.join(sorted(missing))}; run make constraints"
+
+
 def test_forms_and_citation_can_be_read() -> None:
     """Issue forms have a name and a body, and the citation has the version of the package."""
     forms = {form.stem: yaml.safe_load(form.read_text()) for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}

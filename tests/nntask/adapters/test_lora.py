@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import gpt2_oracle, llama_oracle
+from support.peft_oracle import losses_of_both
 from support.training import GPT, LENGTH, LLAMA, MODELS, TILINGS, VOCAB, Job, build
 
 from nntask import no_grad
@@ -24,7 +25,7 @@ from nntask.nn.autograd import Tensor, checkpoint
 from nntask.nn.functional import Masks
 from nntask.nn.initializers import constant
 from nntask.nn.module import Parameter
-from nntask.optim.optimizers import SGD, AdamW
+from nntask.optim.optimizers import SGD
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskRuntime, Trace
 from scheduler.api.capturing_runtime import CapturingRuntime
@@ -85,39 +86,12 @@ def pages(tensors) -> int:
 def test_losses_are_pefts(family: str) -> None:
     """20 steps of AdamW with decay and clipping, from the same first values: within 1e-4 of PEFT on torch. The second family is long; adapters of
     other families beside PEFT's are in wrappers/cli/test_cli_families."""
-    import peft  # takes seconds
-
     oracle = FAMILIES[family]
     config = oracle.random_config(5)
     theirs = oracle.hf_model(config)
     model = oracle.our_model(theirs, config, TILING, InlineRuntime())
     add_adapters(model, LoRA(3, 6.0), seed=1)
-    groups = adapted(model)
-    names = sorted({name.rpartition(".")[2] for name in groups})
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=3, lora_alpha=6, target_modules=names, fan_in_fan_out=family == "gpt2"))
-    first = {f"base_model.model.{name}.lora_A.weight": next(iter(layers.values())).lora.A.read() for name, layers in groups.items()}
-    state = peft.get_peft_model_state_dict(theirs)
-    assert {name for name in state if "lora_A" in name} == set(first)
-    assert model.num_trained == sum(value.numel() for value in state.values())
-    peft.set_peft_model_state_dict(theirs, state | {name: torch.from_numpy(value) for name, value in first.items()})
-    learnt = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
-    torch_optimizer = torch.optim.AdamW(learnt, lr=1e-2, weight_decay=0.1)
-    optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, max_norm=0.5)
-    tokens, targets = model.input_tensors(3)
-    losses = []
-    for step, (x, y) in enumerate(gpt2_oracle.batches(config, 20, 3, config.n_positions), 1):
-        expected = gpt2_oracle.hf_loss(theirs, x, y)
-        torch_optimizer.zero_grad()
-        expected.backward()
-        torch.nn.utils.clip_grad_norm_(learnt, 0.5)
-        torch_optimizer.step()
-        tokens.write(x)
-        targets.write(y)
-        optimizer.prepare(step)
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        losses.append((float(loss.read()[0]), expected.item()))
+    losses = losses_of_both(model, theirs, gpt2_oracle.batches(config, 20, 3, config.n_positions), 1e-2)
     assert max(abs(ours - his) for ours, his in losses) < 1e-4
     assert losses[-1][1] < losses[0][1] - 0.05  # it learnt, so the comparison says something
 

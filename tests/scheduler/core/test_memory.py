@@ -149,6 +149,15 @@ def longest_run(owner: list[int | None]) -> int:
     return best
 
 
+def occupied(node: MemoryNode, number: int, offset: int, nbytes: int, kind: str, since: int) -> Replica:
+    """A replica that takes these bytes of a node; one that is "used" is pinned."""
+    node.take_at(offset, nbytes, "activations")
+    handle = HandleRecord(HandleId(number), nbytes, nbytes, None, "", "temporary", "activations")
+    replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
+    node.occupy(replica)
+    return replica
+
+
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["free", "used", "kept", "kept", "kept"])), min_size=1, max_size=9),
     need=st.integers(1, 8),
@@ -163,11 +172,7 @@ def test_a_plan_lets_the_oldest_neighbours_go(sizes: list, need: int) -> None:
         since = number * 7 % 11
         spans.append((offset, size * PAGE, kind, since))
         if kind != "free":
-            node.take_at(offset, size * PAGE, "activations")
-            handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
-            replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
-            node.occupy(replica)
-            candidates.add(replica)
+            candidates.add(occupied(node, number, offset, size * PAGE, kind, since))
         offset += size * PAGE
     runs = [spans[first:last] for first in range(len(spans)) for last in range(first + 1, len(spans) + 1)]
     runs = [run for run in runs if all(span[2] != "used" for span in run) and sum(span[1] for span in run) >= need * PAGE]
@@ -204,11 +209,7 @@ def filled_candidates(sizes: list[tuple[int, str, int]]) -> Candidates:
     offset = 0
     for number, (size, kind, since) in enumerate(sizes):
         if kind != "free":
-            node.take_at(offset, size * PAGE, "activations")
-            handle = HandleRecord(HandleId(number), size * PAGE, size * PAGE, None, "", "temporary", "activations")
-            replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
-            node.occupy(replica)
-            candidates.add(replica)
+            candidates.add(occupied(node, number, offset, size * PAGE, kind, since))
         offset += size * PAGE
     return candidates
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT, numbers, start
 from support.deadline import DEADLINE
-from support.fault_runs import FLAGS, prepare
+from support.fault_runs import FLAGS, prepare, undisturbed
 
 from nntask.checkpoints.store import find_checkpoint, step_directories
 from wrappers.cli import main
@@ -31,10 +31,7 @@ def here(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float, float]]:
     """Every line of the run where nothing happens."""
-    folder = tmp_path_factory.mktemp("truth")
-    prepare(folder)
-    assert main([*TRAIN, f"--config-path={folder}/config.json", f"--dataset-path={folder}", f"--run-dir={folder}/a"]) == 0
-    return numbers(folder / "a")
+    return undisturbed(tmp_path_factory.mktemp("truth"), TRAIN)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.commands import numbers, start, wait_for_step
 from support.deadline import DEADLINE
-from support.fault_runs import FLAGS, prepare
+from support.fault_runs import FLAGS, prepare, undisturbed
 
 from nntask.data import TokenFile
 from nntask.hardware.runtimes import FoundNaN
@@ -39,11 +39,7 @@ def here(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float, float]]:
     """Every line of the run where everything fits and nothing happens."""
-    folder = tmp_path_factory.mktemp("truth")
-    prepare(folder)
-    places = [f"--config-path={folder}/config.json", f"--dataset-path={folder}", f"--run-dir={folder}/a"]
-    assert main([*TRAIN, *places]) == 0
-    return numbers(folder / "a")
+    return undisturbed(tmp_path_factory.mktemp("truth"), TRAIN)
 
 
 def broken(honest: Callable[..., None], code: int) -> Callable[..., None]:

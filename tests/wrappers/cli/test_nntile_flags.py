@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.commands import numbers, same_state, wait_for_step
+from support.deadline import DEADLINE
 
 from wrappers.cli.options.flags import ELSEWHERE, scan, table_of
 
@@ -179,7 +180,7 @@ def test_an_interrupted_run_is_continued_by_the_example(here: Path, capfd: pytes
     )
     wait_for_step(process, 1)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate()
+    out, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
     line = out.partition("continue with: ")[2].partition("\n")[0]
     assert not (here / "w").exists()

@@ -12,24 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.served import CONFIG, KEY, Alone, Served, served, text_of, write_served_model
+from support.served import CONFIG, KEY, Alone, Served, served, text_of
 
 TALK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
 RENDERED = "<|system|>be brief<|end|><|user|>what is it?<|end|><|assistant|>"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory."""
-    return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Alone]:
-    """The same model without a server."""
-    found = Alone(model)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +232,7 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "too many new tokens": ({**GOOD, "max_tokens": 192}, 400, "at most 192 tokens together, got 1 of the prompt and 192 new ones"),
     "too large": ({**GOOD, "prompt": "a" * 9000}, 413, "at most 8,192 bytes"),
     "unknown model": ({**GOOD, "model": "gpt-4"}, 404, "this server has the model 'small'"),
-    "not offered": ({**GOOD, "suffix": "b"}, 400, "suffix is not offered"),
+    "not offered": ({**GOOD, "suffix": "b"}, 400, "suffix is not supported here"),
     "a name twice": (b'{"model": "small", "prompt": "a", "max_tokens": 1, "max_tokens": 1}', 400, "a duplicate name"),
     "more texts than may ever wait": ({**GOOD, "n": 100}, 400, "at most 8 texts, got 100"),
     "a hundred thousand texts": ({**GOOD, "prompt": ["a"] * 1000, "n": 100}, 400, "at most 8 texts, got 100000"),

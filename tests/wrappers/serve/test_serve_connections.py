@@ -11,7 +11,7 @@ import pytest
 from support.deadline import DEADLINE
 from support.honest_clients import ASKED, answered, text_in
 from support.rude_clients import AUTHORIZED, EARLY, HELD, JSON, MORE_HELD, address, answered_early, held, request
-from support.served import Alone, Served, served, write_served_model
+from support.served import Alone, Served, served
 
 from wrappers.serve.server import listening
 
@@ -20,24 +20,10 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory."""
-    return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, key_file: str) -> Iterator[Served]:
     """A server that waits two seconds for clients."""
     with served(model, key_file, "--receive-seconds", "2", "--slots", "2") as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Alone]:
-    """The same model without a server."""
-    found = Alone(model)
-    yield found
-    found.close()
 
 
 @contextmanager

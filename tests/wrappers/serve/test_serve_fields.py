@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.served import Alone, Served, served, write_served_model
+from support.served import Alone, Served, served
 
 from wrappers.serve import schema
 from wrappers.serve.app import IGNORED
@@ -20,20 +20,6 @@ DATED = "{{ strftime_now('%d %B %Y') }} {% for m in messages %}<{{ m.role }}>{{ 
 TALK = [{"role": "user", "content": "what?"}]
 TEXT = {"model": "small", "prompt": "once", "temperature": 0, "max_tokens": 6}
 CHAT = {"model": "small", "messages": TALK, "temperature": 0, "max_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory."""
-    return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Alone]:
-    """The same model without a server."""
-    found = Alone(model)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

@@ -30,14 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_served_model(tmp_path_factory.mktemp("served") / "small", has_template=False)
 
 
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Alone]:
-    """The same model without a server."""
-    found = Alone(model)
-    yield found
-    found.close()
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_signal_lets_streams_end(number: int, model: Path, alone: Alone) -> None:
     """What runs is said to its end, new connections are refused, and the exit code is 0."""

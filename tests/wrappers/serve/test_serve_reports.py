@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.served import LETTERS, Alone, Served, served, write_served_model
+from support.served import LETTERS, Alone, Served, served
 
 ALTERNATES = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -22,18 +22,9 @@ TEXT: dict[str, Any] = {"model": "small", "prompt": "once upon", "temperature": 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory, each of whose tokens is a letter."""
-    return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def text(model: Path) -> str:
+def text(alone: Alone) -> str:
     """The greedy text of the prompt."""
-    alone = Alone(model)
-    found = alone.text("once upon", 30)
-    alone.close()
-    return found
+    return alone.text("once upon", 30)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import pytest
 from support.deadline import DEADLINE
 from support.honest_clients import ASKED, answered, honest_clients, text_in
 from support.rude_clients import HELD, MORE_HELD, MOVING, crowd, held
-from support.served import Served, served, write_served_model
+from support.served import Served, served
 
 pytestmark = pytest.mark.long
 SECONDS = 1.0
@@ -41,12 +41,6 @@ def tell(*_):
 signal.signal(signal.SIGUSR1, tell)
 """
 """What a server's process runs first: it limits its descriptors, and writes the number of its tasks into a file at SIGUSR1."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory."""
-    return write_served_model(tmp_path_factory.mktemp("served") / "small")
 
 
 def script(descriptors: int, file: Path) -> str:
