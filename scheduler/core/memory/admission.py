@@ -12,7 +12,7 @@ Knows the replicas of the nodes (`replicas`) and the order of eviction (`victim_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ..errors import DoesNotFit
@@ -38,13 +38,13 @@ class Missing(NamedTuple):
     """The data that a task misses on its node before it is admitted.
 
     Attributes:
-        new: handles that need an extent on the node, scratch included.
+        new: positions of the accesses whose handles need an extent on the node, scratch included.
         unbacked: handles that may need a backing replica on the last tier.
         copies: whether a copy must be started or waited for.
         unreadable: a handle that the task reads although no replica of it is valid; None if there is none.
     """
 
-    new: list[HandleRecord]
+    new: list[int]
     unbacked: list[HandleRecord]
     copies: bool
     unreadable: HandleRecord | None
@@ -83,19 +83,26 @@ class Admission:
         Raises:
             NothingToRead: the task reads data that does not exist; it holds nothing.
         """
-        missing = self._missing(task)
+        present: list[Replica] = []
+        missing = self._missing(task, present)
+        if missing is None:  # the usual case while nothing moves
+            self._pin(task, present)
+            if self._replicas.has_several:
+                self.num_hits += num_inputs(task)
+            return True
         if (missing.new or missing.unbacked) and not self._reservations.allow(task):
             return False
         if missing.unreadable is not None:
             raise NothingToRead(missing.unreadable)
         node = self._nodes[task.node]
-        extents = node.take_all(missing.new)
+        handles = [task.accesses[position][0] for position in missing.new]
+        extents = node.take_all(handles)
         if extents is None:
-            return self._replicas.has_several and self._admit_by_eviction(task, missing, actions)
+            return self._replicas.has_several and self._admit_by_eviction(task, present, missing, actions)
         if task.node != self._last and not self._reserve_backing(missing.unbacked, task.order, actions):
-            node.give_all(extents)
+            node.give_all(handles, extents)
             return False
-        self._commit(task, missing, extents, actions)
+        self._commit(task, present, missing, extents, actions)
         return True
 
     def does_not_fit(self, task: Task) -> DoesNotFit:
@@ -121,20 +128,25 @@ class Admission:
         """Whether the task needs no extent on the node."""
         return all(mode != SCRATCH and node_id in handle.replicas for handle, mode in task.accesses)
 
-    def _missing(self, task: Task) -> Missing:
-        """Return what the task misses on its node."""
+    def _missing(self, task: Task, present: list[Replica]) -> Missing | None:
+        """Return what the task misses on its node; None if it misses nothing.
+
+        Args:
+            present: empty list, to which the replicas of all accesses but those of `Missing.new` are added.
+        """
         node_id, several = task.node, self._replicas.has_several
-        new: list[HandleRecord] = []
+        new: list[int] = []
         unbacked: list[HandleRecord] = []
         unreadable = None
         copies = False
         for handle, mode in task.accesses:
-            if mode == SCRATCH:
-                new.append(handle)
-                continue
-            replica = handle.replicas.get(node_id)
+            replica = handle.replicas.get(node_id) if mode != SCRATCH else None
+            if replica is not None:
+                present.append(replica)
             if replica is None:
-                new.append(handle)
+                new.append(len(present) + len(new))
+                if mode == SCRATCH:
+                    continue
                 copies = copies or mode != W or bool(handle.replicas)
                 is_read = mode == R or mode == RW
                 if coherence.wants_backing(handle, mode, self._last):
@@ -143,14 +155,15 @@ class Admission:
                 copies, is_read = True, False
                 if mode != R and FILE in handle.replicas:
                     unbacked.append(handle)
+            elif replica.state == "reserved" and mode != W:  # an empty backing replica
+                copies = is_read = True
             else:
-                is_read = replica.state == "reserved" and mode != W  # an empty backing replica
-                copies = copies or is_read
+                continue
             if is_read and unreadable is None and coherence.best_source(handle, None) is None:
                 unreadable = handle
-        return Missing(new, unbacked, copies, unreadable)
+        return Missing(new, unbacked, copies, unreadable) if new or copies else None
 
-    def _admit_by_eviction(self, task: Task, missing: Missing, actions: list[Action]) -> bool:
+    def _admit_by_eviction(self, task: Task, present: list[Replica], missing: Missing, actions: list[Action]) -> bool:
         """Admit a task for which there is no hole, over replicas that are dropped for it; as `admit`."""
         node_id, node = task.node, self._nodes[task.node]
         if node_id == self._last and not self._replicas.num_files:
@@ -160,8 +173,8 @@ class Admission:
             if any(victim.outgoing for victim in waiting[1]):
                 return False  # wait for these write-backs; the end of each one leads to another attempt
             del self._waiting[node_id]
-        new = sorted(missing.new, key=lambda handle: -handle.size)
-        plan = self._find_extents(task, [handle.size for handle in new])
+        largest_first = sorted(missing.new, key=lambda position: -task.accesses[position][0].size)
+        plan = self._find_extents(task, [task.accesses[position][0].size for position in largest_first])
         if plan is None:
             return False
         offsets, victims = plan
@@ -171,10 +184,11 @@ class Admission:
         if node_id != self._last and not self._reserve_backing(missing.unbacked, task.order, actions):
             return False
         self._replicas.evict(victims, actions)
-        extents = {handle: Extent(offset, NEWEST) for handle, offset in zip(new, offsets, strict=True)}
-        for handle, extent in extents.items():
-            node.take_at(extent.offset, handle.size, handle.data_class)
-        self._commit(task, missing, extents, actions)
+        offset_of = dict(zip(largest_first, offsets, strict=True))
+        for position in missing.new:
+            handle = task.accesses[position][0]
+            node.take_at(offset_of[position], handle.size, handle.data_class)
+        self._commit(task, present, missing, [(offset_of[position], NEWEST) for position in missing.new], actions)
         return True
 
     def _find_extents(self, task: Task, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
@@ -192,20 +206,13 @@ class Admission:
             self._replicas.unpin(replica)
         return plan
 
-    def _commit(self, task: Task, missing: Missing, extents: Mapping[HandleRecord, Extent], actions: list[Action]) -> None:
+    def _commit(self, task: Task, present: list[Replica], missing: Missing, extents: Sequence[Extent], actions: list[Action]) -> None:
         """Install the task's new replicas in extents just taken, pin all that it uses, and start its copies."""
-        node_id, clock, install = task.node, self._foresight.clock, self._replicas.install
-        replicas: list[Replica] = []
-        for handle, mode in task.accesses:
-            extent = extents.get(handle)
-            if extent is None:
-                replica = handle.replicas[node_id]
-            else:
-                replica = install(handle, node_id, extent.offset, extent.kernel_mark, private=mode == SCRATCH)
-            replica.pins += 1
-            replica.last_use = clock
-            replicas.append(replica)
-        task.replicas = replicas
+        node_id, install = task.node, self._replicas.install
+        for position, (offset, kernel_mark) in zip(missing.new, extents, strict=True):
+            handle, mode = task.accesses[position]
+            present.insert(position, install(handle, node_id, offset, kernel_mark, private=mode == SCRATCH))
+        self._pin(task, present)
         if node_id == self._last:
             for handle in missing.unbacked:
                 self._reservations.enter(handle.replicas[node_id], task.order)
@@ -216,6 +223,14 @@ class Admission:
             self._start_copies(task, actions)
         elif self._replicas.has_several:
             self.num_hits += num_inputs(task)
+
+    def _pin(self, task: Task, replicas: list[Replica]) -> None:
+        """Give the task its replicas; while it uses them, none is dropped."""
+        clock = self._foresight.clock
+        for replica in replicas:
+            replica.pins += 1
+            replica.last_use = clock
+        task.replicas = replicas
 
     def _reserve_backing(self, handles: Sequence[HandleRecord], order: int, actions: list[Action]) -> bool:
         """Reserve the backing replicas of the results of the task of that `order`, all or none."""

@@ -6,8 +6,8 @@ valid, not at which addresses. Knows neither tasks nor coherence, nor why extent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 from ..errors import InvalidEvent
 from ..records import DATA_CLASSES, DataClass, HandleRecord, Replica
@@ -21,16 +21,8 @@ _ANYWHERE: Final = 1 << 60
 """Address space of a node on which only bytes are counted; addresses mean nothing there and never run out."""
 
 
-class Extent(NamedTuple):
-    """Bytes taken on a node for a handle.
-
-    Attributes:
-        offset: first byte.
-        kernel_mark: mark after the last kernel that used the bytes (`Replica.kernel_mark`).
-    """
-
-    offset: int
-    kernel_mark: int
+Extent = tuple[int, int]
+"""Bytes taken on a node: the first byte, and the mark after the last kernel that used them (`Replica.kernel_mark`)."""
 
 
 class MemoryNode:
@@ -103,26 +95,26 @@ class MemoryNode:
             self._enter(size, data_class)
         return offset
 
-    def take_all(self, handles: Sequence[HandleRecord]) -> dict[HandleRecord, Extent] | None:
+    def take_all(self, handles: Sequence[HandleRecord]) -> list[Extent] | None:
         """Take an extent for every handle, at its preferred offset if that is free; the offset found is preferred from then on.
 
         Returns:
             None, with nothing taken, if a handle finds no hole.
         """
-        extents: dict[HandleRecord, Extent] = {}
+        extents: list[Extent] = []
         for handle in handles:
             offset = self.take(handle.size, handle.data_class, handle.preferred_offset)
             if offset is None:
-                self.give_all(extents)
+                self.give_all(handles[: len(extents)], extents)
                 return None
             handle.preferred_offset = offset
-            extents[handle] = Extent(offset, self.extents.kernel_mark)
+            extents.append((offset, self.extents.kernel_mark))
         return extents
 
-    def give_all(self, extents: Mapping[HandleRecord, Extent]) -> None:
+    def give_all(self, handles: Sequence[HandleRecord], extents: Sequence[Extent]) -> None:
         """Free extents that no replica occupies."""
-        for handle, extent in extents.items():
-            self.extents.free(extent.offset, handle.size, extent.kernel_mark)
+        for handle, (offset, kernel_mark) in zip(handles, extents, strict=True):
+            self.extents.free(offset, handle.size, kernel_mark)
             self.by_class[handle.data_class] -= handle.size
 
     def adopt(self, size: int, data_class: DataClass) -> int:
