@@ -185,9 +185,9 @@ class Admission:
             return False
         self._replicas.evict(victims, actions)
         offset_of = dict(zip(largest_first, offsets, strict=True))
-        for position in missing.new:
+        for position, offset in offset_of.items():
             handle = task.accesses[position][0]
-            node.take_at(offset_of[position], handle.size, handle.data_class)
+            node.take_at(offset, handle.size, handle.data_class)
         self._commit(task, present, missing, [(offset_of[position], NEWEST) for position in missing.new], actions)
         return True
 
