@@ -28,8 +28,8 @@ from ..execution.backlog import WINDOW
 from ..execution.executor import Executor
 from ..execution.trace import Trace
 from ..execution.workers import worker_name
+from ..fusion.fused_tasks import ScratchView
 from ..planning.bounds import lower_bounds
-from ..planning.fused_tasks import ScratchView
 from ..planning.machine_pace import reach_of
 from ..planning.recompute import NONE
 from ..storage.device import STAGE_NBYTES
@@ -59,7 +59,7 @@ class Runtime(RecordingRuntime):
         prefetch: whether data moves ahead of the tasks that need it.
         lanes: L, the number of partial accumulators of REDUX accesses.
         trace: records the start and end of tasks and copies; None for no tracing.
-        graphs: whether neighbouring GPU tasks are fused in a recorded step that fits its devices (`planning.task_fusion`).
+        graphs: whether neighbouring GPU tasks are fused in a recorded step that fits its devices (`fusion.task_fusion`).
         kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
         aside: whether CPU workers run only codelets that devices may not (`Codelet.cpu_only`); tasks of a step then do not run in host memory.
 
@@ -256,7 +256,7 @@ class Runtime(RecordingRuntime):
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
             recompute: results to recompute instead of keeping, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
-            groups: whether CPU workers run groups of small tasks as one (`planning.task_groups`), if there are no other workers and there is memory
+            groups: whether CPU workers run groups of small tasks as one (`fusion.task_groups`), if there are no other workers and there is memory
                 for the step twice. Results do not change.
 
         Raises:

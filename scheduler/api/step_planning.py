@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..core.records import RAM, NodeId
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
+from ..fusion.fused_tasks import Make
+from ..fusion.group_fusion import fuse_groups_if_they_fit
+from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choose_order import PlannedOrder
 from ..planning.choose_recompute import choose_plan
-from ..planning.fused_tasks import Make
-from ..planning.group_fusion import fuse_groups_if_they_fit
 from ..planning.machine_pace import reach_of
-from ..planning.task_fusion import fuse_if_it_fits
 from .recording import RecordingError
 
 

@@ -1,4 +1,4 @@
-"""The planned order of a recorded step: candidate orders, forecasts of their traffic and time, the choice, lower bounds, and fused tasks for GPUs."""
+"""The planned order of a recorded step: candidate orders, forecasts of their traffic and time, the choice, and lower bounds."""
 
 import lazy_loader
 

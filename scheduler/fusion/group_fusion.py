@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from ..core.records import ANY, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import PlannedOrder
+from ..planning.choose_order import PlannedOrder
+from ..planning.ordered_step import last_tier_bytes
 from .fused_tasks import Make, join
-from .ordered_step import last_tier_bytes
 from .task_groups import TaskGroup, grouped
 
 

@@ -11,9 +11,9 @@ from scheduler import Codelet, Handle, R, Runtime, W
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import DataClass, HandleRecord
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import task_groups
-from scheduler.planning.fused_tasks import ScratchView, join
-from scheduler.planning.task_groups import grouped
+from scheduler.fusion import task_groups
+from scheduler.fusion.fused_tasks import ScratchView, join
+from scheduler.fusion.task_groups import grouped
 
 PAGE = 8 * COUNT
 

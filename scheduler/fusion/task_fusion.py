@@ -22,10 +22,10 @@ from typing import Any, Final, NamedTuple
 from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from .choose_order import PlannedOrder
-from .device_share import largest_device_bytes
+from ..planning.choose_order import PlannedOrder
+from ..planning.device_share import largest_device_bytes
+from ..planning.ordered_step import last_tier_bytes
 from .fused_tasks import Make, ScratchView, join, merged
-from .ordered_step import last_tier_bytes
 
 LOOK_BACK: Final = 8
 """Starts between two tasks that start together, at most: what one of them reads is kept for the other."""
