@@ -15,7 +15,7 @@ from ..core.records import HandleRecord, Mode, R, Replay
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
 from ..execution.waiting import Waiter
-from ..planning.choose_order import PlannedOrder
+from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
 from .task_runtime import Handle
 

@@ -255,7 +255,7 @@ class Runtime(RecordingRuntime):
 
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
-            recompute: results to recompute instead of keeping, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
+            recompute: results to recompute instead of keeping, see `planning.choice.choose_plan`: "none", "auto", "block" or operations.
             groups: whether CPU workers run groups of small tasks as one (`fusion.task_groups`), if there are no other workers and there is memory
                 for the step twice. Results do not change.
 

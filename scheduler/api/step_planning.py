@@ -8,9 +8,9 @@ from ..execution.executor import Executor
 from ..fusion.fused_tasks import Make
 from ..fusion.group_fusion import fuse_groups_if_they_fit
 from ..fusion.task_fusion import fuse_if_it_fits
-from ..planning.choose_order import PlannedOrder
-from ..planning.choose_recompute import choose_plan
+from ..planning.choice import choose_plan
 from ..planning.machine_pace import reach_of
+from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
 
 

@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple
 from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from ..planning.choose_order import PlannedOrder
 from ..planning.device_share import largest_device_bytes
 from ..planning.ordered_step import last_tier_bytes
+from ..planning.planned_order import PlannedOrder
 from .fused_tasks import Make, ScratchView, join, merged
 
 LOOK_BACK: Final = 8

@@ -1,13 +1,15 @@
 from .bounds import lower_bounds
-from .choose_order import AUTO, PlannedOrder, plan_order
-from .choose_recompute import as_asked, choose_plan, most_again, what_is_asked
+from .choice import choose_plan
 from .device_share import largest_device_bytes
+from .evaluation import AUTO
+from .finalists import Judge
 from .forecast import Pace
 from .machine_pace import pace_of
 from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
 from .orders import candidates
+from .planned_order import PlannedOrder, plan_order
 from .recompute import BLOCK, NONE, Value, Values
-from .weighing import Judge
+from .value_groups import as_asked, most_again, what_is_asked
 
 __all__ = [
     "AUTO",

@@ -1,6 +1,7 @@
-"""A recorded step in some of its orders: what each would cost where memory is short, and the plan of the one that is taken.
+"""A recorded step in some of its orders: the forecast of each if memory is short, and the plan of one.
 
-Tasks run in one pool of memory, or on equal devices, each of which executes its own minibatches; copies from another device count as from below.
+Tasks run in one pool of memory, or on equal devices, each of which executes its own minibatches. Copies from another device count as copies from the
+tier below.
 """
 
 from __future__ import annotations
@@ -21,50 +22,55 @@ from .tile_traffic import Touches
 
 SUBMISSION: Final = "submission"
 
-THRIFTY: Final = ("eager-update", "layers")
-"""Orders in which data that lives at once takes the fewest bytes: one minibatch after another where activations are most of it, all through a layer
-where gradients are, because those that several minibatches add to live through all of them otherwise."""
+SMALLEST: Final = ("eager-update", "layers")
+"""Orders in which live data takes the fewest bytes: one minibatch after another if most of it is activations, all through a layer if most of it is
+gradients, because gradients that several minibatches add to live through all of them otherwise."""
 
 WINDOW: Final = 256
-"""Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
+"""Scheduling window if memory is short: number of tasks beyond the oldest unfinished one that may run, per device."""
 
 ROOMY: Final = 2
-"""A step that fits this many times into the memory runs without a window. Out of order it needs more bytes than in order: GPT-2 XL, which needs
-45 GiB, moved 31 GB a step in 60 GiB."""
+"""Ratio of memory to the needs of a step from which on it runs without a window. Out of order it needs more bytes than in order: GPT-2 XL, which
+needs 45 GiB, moved 31 GB a step in 60 GiB."""
 
 
 def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | None = None) -> int:
-    """Bytes that the last tier must hold for a program around a recorded step: the step's minimum, and a second set of inputs (for validation).
+    """Return the bytes of the last tier that a program around a recorded step needs: the step's minimum, and a second set of inputs, for validation.
 
     Args:
         computes: whether tasks run on the last tier.
-        ranks: of the tasks, where they run in another order.
+        ranks: place of each task in the order of execution; that of submission by default.
     """
     return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
 
 
 def least_last_bytes(plan: StepPlan) -> tuple[int, int]:
-    """As `last_tier_bytes` if tasks run on the last tier, and if none does, each in the better of the `THRIFTY` orders."""
+    """Return the smallest `last_tier_bytes` of the orders of `SMALLEST`, with and without tasks on the last tier."""
     repeated = repetition(plan)
-    ranks = [_ranks(order) for name in THRIFTY if (order := named(plan, repeated, name)) is not None]
-    with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=each) for each in ranks) for computes in (True, False))
+    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, repeated, name)) is not None]
+    with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=of_order) for of_order in ranks) for computes in (True, False))
     return with_tasks, without
 
 
 def _ranks(positions: Sequence[int]) -> list[int]:
-    """Of each task, its place in an order."""
+    """Return the place of each task in an order."""
     ranks = [0] * len(positions)
-    for at, position in enumerate(positions):
-        ranks[position] = at
+    for rank, position in enumerate(positions):
+        ranks[position] = rank
     return ranks
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningMachine:
-    """Where a step runs; attributes as the arguments of `plan_order`.
+    """Machine that a step is planned for.
 
     Attributes:
-        is_share: whether plans are the share of one of the devices (`device_share`), whose orders are those of one.
+        memory: bytes of the memory where tasks run, all devices together.
+        last: bytes of the last tier, which must hold all live data.
+        computes_on_last: whether tasks run on the last tier.
+        num_devices: number of equal devices if tasks run on no other node; else 1.
+        pace: function from a plan to the rates of the machine; None to compare orders by bytes.
+        is_share: whether plans are the share of one of the devices (`device_share`).
     """
 
     memory: int
@@ -79,11 +85,12 @@ class OrderedStep:
     """A step on a machine, in submission order and in others.
 
     Args:
-        repeated: `repetition` of the step, if it is known.
+        plan: the step in submission order.
+        machine: machine that the step runs on.
+        repeated: repetition of the step, if it is known.
 
     Attributes:
-        machine: where it runs.
-        plan: the step in submission order, with the devices of its tasks where it has such.
+        plan: the step in submission order, with the devices of its tasks if there are several.
     """
 
     def __init__(self, plan: StepPlan, machine: PlanningMachine, repeated: Repetition | None = None) -> None:
@@ -96,32 +103,29 @@ class OrderedStep:
 
     @cached_property
     def last_bytes(self) -> int:
-        """What the last tier must hold in submission order."""
+        """Bytes of the last tier that the submission order needs."""
         return last_tier_bytes(self.plan, computes=self.machine.computes_on_last)
 
     @cached_property
     def fits(self) -> bool:
-        """Whether nothing moves in submission order."""
+        """Whether no data moves in submission order."""
         return not self.plan.has_aside and self._needed_bytes <= self.machine.memory and self.last_bytes <= self.machine.last
 
     def names(self) -> list[str]:
-        """Names of all candidates; one minibatch after another is a side-by-side order for the share of a device."""
+        """Return the names of all candidates; for the share of a device, one minibatch after another is an order of all devices, too."""
         self._orders |= candidates(self._recorded, self._repeated)
-        found = [*self._orders]
-        return [*found, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else found
+        names = [*self._orders]
+        return [*names, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
 
     def has(self, name: str) -> bool:
-        """Whether the step has an order of that name, if no candidate."""
-        if name not in self._orders:
-            found = named(self._recorded, self._repeated, name)
-            if found is None:
-                return False
-            self._orders[name] = found
-        return True
+        """Return whether the step has an order of that name; it need not be a candidate."""
+        return self._positions(name) is not None
 
     def pools(self, names: Sequence[str]) -> list[list[str]]:
-        """The names in pools, of which the first with a fitting order decides: on several devices, that of the orders that take a multiple of their
-        number of minibatches through each layer side by side."""
+        """Return the names in pools, of which the first one with an order that fits decides.
+
+        On several devices the first pool has the orders that take a multiple of their number of minibatches through each layer side by side.
+        """
         if not self.plan.partitions:
             return [[*names]]
         pools: tuple[list[str], list[str]] = ([], [])
@@ -130,24 +134,36 @@ class OrderedStep:
         return [*pools]
 
     def forecast(self, name: str) -> Forecast:
-        """The cost of the step in an order, and what the last tier must hold."""
-        positions, devices = self._orders[name], self._devices_of(name)
+        """Return the forecast of the step in one of its orders, with the bytes of the last tier that it needs."""
+        positions, devices = self._known_positions(name), self._devices_of(name)
         if devices:
-            found = self._of_device(positions, devices)
+            without_last = self._forecast_of_device(positions, devices)
         else:
-            found = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
-        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions)))
+            without_last = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
+        return replace(without_last, last_bytes=last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions)))
 
     def planned(self, name: str) -> StepPlan:
-        """The step in an order, with what will leave the memory where tasks run, if something moves and there is a tier below."""
+        """Return the step in one of its orders; if data moves and there is a tier below, the plan says which data leaves memory."""
         if name == SUBMISSION and self.fits:
             is_roomy = ROOMY * self._needed_bytes <= self.machine.memory
             return self.plan if is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
-        positions, devices = self._orders[name], self._devices_of(name)
+        positions, devices = self._known_positions(name), self._devices_of(name)
         chosen = self._permuted(positions, devices)
         if not self.machine.computes_on_last:  # the last tier has no tier below to write back to
             self._foresee(chosen, positions, devices)
         return chosen
+
+    def _positions(self, name: str) -> list[int] | None:
+        """Return the positions of the tasks in an order; None if the step has no order of that name."""
+        if name not in self._orders and (positions := named(self._recorded, self._repeated, name)) is not None:
+            self._orders[name] = positions
+        return self._orders.get(name)
+
+    def _known_positions(self, name: str) -> list[int]:
+        """Return the positions of the tasks in an order that the step has."""
+        positions = self._positions(name)
+        assert positions is not None, name
+        return positions
 
     @cached_property
     def _needed_bytes(self) -> int:
@@ -163,28 +179,28 @@ class OrderedStep:
 
     @cached_property
     def _pace(self) -> Pace | None:
-        found = None if self.machine.pace is None else self.machine.pace(self.plan)
-        return found if found is None or not self.plan.partitions else replace(found, num_devices=self._num_devices)
+        pace = None if self.machine.pace is None else self.machine.pace(self.plan)
+        return pace if pace is None or not self.plan.partitions else replace(pace, num_devices=self._num_devices)
 
     @cached_property
     def _only_files(self) -> bool:
-        """As of `forecast`."""
+        """Argument of `forecast`."""
         return self.machine.computes_on_last and reads_files(self.plan)
 
     @property
     def _unit(self) -> int:
-        """Minibatches of which an order takes a multiple through each layer side by side on all devices."""
+        """Number of minibatches of which an order of all devices takes a multiple through each layer side by side."""
         return 1 if self.machine.is_share else self.machine.num_devices
 
     def _devices(self, group: int | None) -> list[int]:
         return devices_of_tasks(self._recorded, self._repeated, self.machine.num_devices, group)
 
     def _devices_of(self, name: str) -> Sequence[int]:
-        """The device of each task in an order; none for one pool."""
+        """Return the device of each task in an order; nothing for one pool of memory."""
         return self.plan.partitions if self.machine.num_devices == 1 or self.machine.is_share else self._devices(_group_of(name, self._unit))
 
-    def _of_device(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
-        """The cost for equal devices, by that of the first."""
+    def _forecast_of_device(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
+        """Return the forecast for equal devices: that of the first, times their number."""
         own, pace, plan = own_tasks(positions, devices, 0, self._num_devices), self._pace, self.plan
         if pace is not None and pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
             excess = last_tier_bytes(of_tasks(plan, positions), computes=False) - pace.spill.capacity
@@ -194,25 +210,27 @@ class OrderedStep:
         return replace(one, read=one.read * self._num_devices, written=one.written * self._num_devices)
 
     def _foresee(self, chosen: StepPlan, positions: Sequence[int], devices: Sequence[int]) -> None:
-        """Note in the plan in that order which data will leave the memory of equal devices before which use, and when it may come back; for data that
-        several devices use, departures from any."""
+        """Note in a plan which data will leave the memory before which use, and when it may come back.
+
+        On several devices, data that several of them use leaves when it leaves any.
+        """
         if not devices:
-            found = foresee(self._touches, positions, self._memory)
-            chosen.foresee(found.leaves, [found.returns])
+            foreseen = foresee(self._touches, positions, self._memory)
+            chosen.foresee(foreseen.leaves, [foreseen.returns])
             return
         leaves: dict[HandleRecord, set[int]] = {}
         returns: list[list[tuple[int, int]]] = []
-        ranks, period = {position: at for at, position in enumerate(positions)}, len(positions)
+        ranks, period = _ranks(positions), len(positions)
         for device in range(self._num_devices):
             own = own_tasks(positions, devices, device, self._num_devices)
-            found = foresee(self._touches, own, self._memory, SHARE_LEAVING)
-            for handle, uses in found.leaves.items():
-                leaves.setdefault(handle, set()).update(ranks[own[at]] for at in uses)
-            returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[at]]) for begin, at in found.returns])
+            foreseen = foresee(self._touches, own, self._memory, SHARE_LEAVING)
+            for handle, uses in foreseen.leaves.items():
+                leaves.setdefault(handle, set()).update(ranks[own[use]] for use in uses)
+            returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[use]]) for begin, use in foreseen.returns])
         chosen.foresee(leaves, returns)
 
     def _permuted(self, positions: Sequence[int], devices: Sequence[int]) -> StepPlan:
-        """The same tasks in another order. Every order that keeps conflicting accesses in sequence has the same dependencies."""
+        """Return the same tasks in another order. Every order that keeps conflicting accesses in sequence has the same dependencies."""
         plan = self.plan
         tasks = [plan.tasks[position] for position in positions]
         devices = [devices[position] for position in positions] if devices else ()
@@ -220,7 +238,7 @@ class OrderedStep:
 
 
 def _group_of(name: str, unit: int) -> int | None:
-    """Number of minibatches that an order takes through each layer side by side, 0 for all of them; None unless it is a multiple of a unit."""
+    """Return the number of minibatches that an order takes through each layer side by side, 0 for all; None unless it is a multiple of `unit`."""
     kind, _, size = name.partition(":")
     group = int(size or 0) if kind == SIDE_BY_SIDE else -1
     return group if group >= 0 and group % unit == 0 else None

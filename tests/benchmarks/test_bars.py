@@ -14,7 +14,7 @@ from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
 from nntask.models.gpt2 import GPT2Config
 from scheduler.core.performance_model import Models
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning.choose_order import AUTO, PlannedOrder, plan_order
+from scheduler.planning import AUTO, PlannedOrder, plan_order
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.simulation.virtual_time import Simulation, simulate
 from wrappers.cli.bench.kernels import captured

@@ -17,8 +17,8 @@ from nntask.optim.lr_schedule import make_schedule
 from nntask.optim.optimizers import decay_groups, norm_of
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import CapturingRuntime, InlineRuntime, Runtime
-from scheduler.planning.choose_recompute import all_groups
 from scheduler.planning.recompute import Values
+from scheduler.planning.value_groups import all_groups
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=str)
 one_family = pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=pytest.mark.long), FAMILIES[1]], ids=str)

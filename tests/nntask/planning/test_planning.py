@@ -27,9 +27,9 @@ from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
 from scheduler.execution.workers import SIM_DEPTH
+from scheduler.planning.finalists import NEAR, PLAIN
 from scheduler.planning.orders import candidates
 from scheduler.planning.repeated_structure import repetition
-from scheduler.planning.weighing import NEAR, PLAIN
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)

@@ -23,8 +23,8 @@ from scheduler.drivers.gpu import NUM_STARTED, Flow
 from scheduler.execution.trace import Trace
 from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, packed
 from scheduler.fusion.task_fusion import fuse, fuse_if_it_fits
-from scheduler.planning.choose_order import PlannedOrder
 from scheduler.planning.device_share import largest_device_bytes
+from scheduler.planning.planned_order import PlannedOrder
 from scheduler.storage.device import DeviceMemory
 from scheduler.testing.gpu import FakeStream
 

@@ -11,7 +11,7 @@ from scheduler import RW, SCRATCH, Codelet, Handle, R, Runtime, W
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.policies import POLICIES
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning.choose_order import AUTO, plan_order
+from scheduler.planning import AUTO, plan_order
 from scheduler.planning.forecast import Forecast, Pace, forecast
 from scheduler.planning.tile_traffic import Touches
 from scheduler.simulation.virtual_time import simulate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -11,13 +12,12 @@ import pytest
 from support.toy_steps import PAGE, toy_step, wide_step
 
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import AUTO, PlannedOrder, choose_plan, plan_order
-from scheduler.planning.choose_order import plan_in
+from scheduler.planning import AUTO, choose_plan, plan_order
 from scheduler.planning.device_share import devices_of_share, devices_of_tasks, order_of_all, order_of_one, share_of
+from scheduler.planning.evaluation import Costs, Evaluation, evaluate
 from scheduler.planning.forecast import Pace, Spill
 from scheduler.planning.ordered_step import OrderedStep, PlanningMachine
 from scheduler.planning.repeated_structure import repetition
-from scheduler.planning.weighing import Weighing
 
 
 def pace(plan: StepPlan) -> Pace:
@@ -34,12 +34,13 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that is forecast from now on, whether it is a share; and shares are searched, however few tasks there are."""
     seen: list[bool] = []
 
-    def watch(step: OrderedStep, order: str, **more: Any) -> PlannedOrder:
+    def watch(step: OrderedStep, order: str, **more: Any) -> Evaluation:
         seen.append(step.machine.is_share)
-        return plan_in(step, order, **more)
+        return evaluate(step, order, **more)
 
-    monkeypatch.setattr("scheduler.planning.choose_recompute.plan_in", watch)
-    monkeypatch.setattr("scheduler.planning.choose_recompute.MOST_JUDGED", 0)
+    for module in ("choice", "search"):
+        monkeypatch.setattr(f"scheduler.planning.{module}.evaluate", watch)
+    monkeypatch.setattr("scheduler.planning.choice.MOST_JUDGED", 0)
     return seen
 
 
@@ -67,7 +68,7 @@ def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> Non
     assert 2 * (len(share.tasks) - num_updates) == len(plan.tasks) - num_updates
     given = short(plan, num_devices, 1 / 3)
     whole = plan_order(plan, AUTO, **given).forecasts
-    part = plan_in(OrderedStep(share, PlanningMachine(**given, is_share=True)), AUTO, is_draft=True).forecasts
+    part = evaluate(OrderedStep(share, PlanningMachine(**given, is_share=True)), AUTO).forecasts
     assert {order_of_all(name, num_devices) for name in part} >= set(whole)
     for name, found in part.items():
         if (other := whole.get(order_of_all(name, num_devices))) is not None:
@@ -160,5 +161,9 @@ def test_a_share_alone_takes_as_long_as_the_step_on_all_devices() -> None:
 
     share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
     share = share.divided(devices_of_share(share, repetition(share).updates))
-    of_one = Weighing(share, 1 << 40, lambda each: replace(slow_updates(each), num_devices=num_devices)).alone(share)
-    assert of_one == pytest.approx(Weighing(plan, 1 << 40, slow_updates).alone(plan), rel=0.1)
+
+    def seconds(step: StepPlan, pace_of: Callable[[StepPlan], Pace]) -> float:
+        return Costs(step, PlanningMachine(1 << 40, 1 << 40, False, pace=pace_of)).task_seconds(step)
+
+    of_one = seconds(share, lambda each: replace(slow_updates(each), num_devices=num_devices))
+    assert of_one == pytest.approx(seconds(plan, slow_updates), rel=0.1)

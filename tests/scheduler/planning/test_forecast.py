@@ -10,8 +10,9 @@ from support.toy_steps import PAGE, PlanBuilder, toy_step
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import FILE, Replica, W
 from scheduler.core.step_plan import StepPlan
+from scheduler.planning import AUTO, plan_order
 from scheduler.planning import forecast as forecasts
-from scheduler.planning.choose_order import AUTO, EQUAL, plan_order
+from scheduler.planning.evaluation import EQUAL
 from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.planning.orders import candidates

@@ -14,7 +14,7 @@ from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
 from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, UseSchedule, Worker, WorkerId
 from scheduler.core.step_plan import RecordedTask, StepPlan
-from scheduler.planning.choose_order import AUTO, plan_order
+from scheduler.planning import AUTO, plan_order
 from scheduler.simulation.virtual_time import VirtualDriver, simulate
 
 LAYERS = 4

@@ -13,10 +13,11 @@ from scheduler.core.codelet import Codelet, Tail
 from scheduler.core.records import HandleRecord
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning import AUTO, BLOCK, NONE, as_asked, choose_plan, last_tier_bytes, most_again
-from scheduler.planning.choose_recompute import all_groups, groups_of
+from scheduler.planning.evaluation import CLOSE
+from scheduler.planning.finalists import FINALISTS, NEAR
 from scheduler.planning.forecast import Pace
 from scheduler.planning.recompute import Values, recomputed
-from scheduler.planning.weighing import CLOSE, FINALISTS, NEAR
+from scheduler.planning.value_groups import all_groups, groups_of
 
 
 def tasks_of(plan: StepPlan) -> list[str]:

@@ -1,0 +1,197 @@
+"""Groups of values that a step may recompute: values of one kind, in all layers and minibatches.
+
+The values of a group are computed by one operation and read by the same ones. Groups are sorted by the seconds that it takes to recompute a byte, so
+norms and activation functions come first and products later. A group whose values could only be recomputed from one another, such as the sums along a
+residual stream, is kept. Within a group, the values that are away for longest come first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from ..core.records import SCRATCH, HandleRecord, R
+from ..core.step_plan import StepPlan
+from .evaluation import AUTO
+from .forecast import Pace
+from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
+from .repeated_structure import Repetition, repetition
+
+LEAST_SHARE: Final = 0.01
+"""Share of the bytes of all groups below which a group is kept."""
+MOST_CLONES: Final = 64
+"""Number of tasks to recompute one value above which its group is kept, such as gradients: all of the backward pass before them is dead by then."""
+AWAY: Final = 4
+"""Ratio of the bytes of other data that is computed in the meantime to those of a value above which the value counts as away for a while."""
+
+PaceOf = Callable[[StepPlan], Pace]
+_Kind = tuple[str, int, tuple[str, ...]]
+
+
+def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
+    """Return the groups of a step that a planner chooses from, the cheapest first.
+
+    Args:
+        pace: function from a plan to the rates of a machine; without it, a byte that a task touches counts as a second.
+    """
+    groups = all_groups(values)
+    total = sum(group.nbytes for group in groups)
+    chosen: list[ValueGroup] = []
+    for group in sorted(
+        priced(values, [group for group in groups if group.nbytes >= LEAST_SHARE * total], pace), key=lambda group: group.seconds / group.nbytes
+    ):
+        if not _feeds_itself(values, group, chosen):
+            chosen.append(group)
+    return chosen
+
+
+def all_groups(values: Values, repeated: Repetition | None = None) -> list[ValueGroup]:
+    """Return all groups of values that are away for a while, without their seconds.
+
+    Args:
+        repeated: repetition of the step, if it is known.
+    """
+    kinds = _kinds(values, (repeated or repetition(values.plan)).stage)
+    results_of = {op: {number for other, number, _ in kinds if other == op} for op, _, _ in kinds}
+    names = [f"{op}[{number}]" if len(results_of[op]) > 1 else op for op, number, _ in kinds]
+    groups = []
+    for ((op, _, readers), layers), name in zip(kinds.items(), names, strict=True):
+        full = f"{name}>{'+'.join(readers)}" if names.count(name) > 1 else name
+        in_order = tuple(tuple(handles) for _, handles in sorted(layers.items()))
+        if in_order:
+            groups.append(ValueGroup(op, full, in_order, sum(handle.size for handles in in_order for handle in handles)))
+    return groups
+
+
+def _kinds(values: Values, stages: Sequence[int]) -> dict[_Kind, dict[int, list[HandleRecord]]]:
+    """Return the values of a step by kind (operation, number of its result, later readers) and layer.
+
+    A layer is a stage of the step's repetition; a value outside all stages has one of its own. Layers whose first value is not away for a while are
+    left out.
+    """
+    plan = values.plan
+    kinds = defaultdict[_Kind, dict[int, list[HandleRecord]]](lambda: defaultdict(list))
+    for handle in plan.uses:
+        if (value := values.of(handle)) is None:
+            continue
+        last = values.last_writer(handle)
+        writer = plan.tasks[last]
+        results = [result for result, mode in writer.accesses if mode not in (R, SCRATCH)]
+        late = {plan.tasks[position].name for position in plan.uses[handle].positions if position >= value.wanted}
+        layers = kinds[writer.name, results.index(handle), tuple(sorted(late))]
+        layer = stages[last] if stages[last] >= 0 else len(plan.tasks) + last
+        if layer in layers or values.is_away_for(value, AWAY):
+            layers[layer].append(handle)
+    return kinds
+
+
+def priced(values: Values, groups: Sequence[ValueGroup], pace: PaceOf | None) -> list[ValueGroup]:
+    """Return the groups whose values take at most `MOST_CLONES` tasks, with their seconds: those of the middle value of each, times the values.
+
+    Args:
+        pace: as in `groups_of`.
+    """
+    clones = [clones_of(values, group.middle)[0] for group in groups]
+    groups = [group for group, tasks in zip(groups, clones, strict=True) if len(tasks) <= MOST_CLONES]
+    clones = [tasks for tasks in clones if len(tasks) <= MOST_CLONES]
+    if pace is None:
+        costs = [float(sum(handle.size for task in tasks for handle, _ in task.accesses)) for tasks in clones]
+    else:
+        seconds = pace(StepPlan([task for tasks in clones for task in tasks], values.plan.owned)).seconds
+        costs = [sum(seconds[task] for task in tasks) for tasks in clones]
+    return [replace(group, seconds=cost / group.middle.size * group.nbytes) for group, cost in zip(groups, costs, strict=True)]
+
+
+def _feeds_itself(values: Values, group: ValueGroup, others: Sequence[ValueGroup]) -> bool:
+    """Return whether a value of a group can only be recomputed from another one of it, if the values of `others` are not kept."""
+    value = values.of(group.middle)
+    assert value is not None  # it is in a group
+    handles = [handle for other in (*others, group) for handle in other.leading(1)]
+    recomputed = clones_of(values, group.middle, handles)[1]
+    return not recomputed.isdisjoint(set(group.leading(1)).difference(values.made(value)))
+
+
+def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
+    """Return a step that recomputes what "block" or names of operations say; the step itself for "none" and "auto".
+
+    Raises:
+        ValueError: one of the operations has no results here that could be recomputed.
+    """
+    if recompute in (NONE, AUTO):
+        return plan
+    values = Values(plan)
+    return _asked_mix(values, recompute).apply(values)
+
+
+def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Mix:
+    """Return what "none", "block" or names of operations recompute, among the groups that a planner would choose from.
+
+    Args:
+        pace: as in `groups_of`.
+    """
+    values = Values(plan)
+    return replace(_asked_mix(values, recompute), groups=groups_of(values, pace))
+
+
+def _asked_mix(values: Values, recompute: str) -> Mix:
+    """Return what "none", "block" or names of operations recompute.
+
+    Raises:
+        ValueError: as in `as_asked`.
+    """
+    if recompute == NONE:
+        return Mix()
+    if recompute == BLOCK:
+        return values_in_blocks(values)
+    handles = set[HandleRecord]()
+    groups = all_groups(values)
+    for asked in recompute.split(","):
+        name, _, share = asked.strip().partition(":")
+        matching = [group for group in groups if name in (group.name, group.op)]
+        if not matching:
+            known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
+            raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
+        handles.update(handle for group in matching for handle in group.leading(_share_of(share)))
+    return Mix(inside=handles, asked=recompute)
+
+
+def _share_of(text: str) -> float:
+    """Return the share of layers that a text says, such as "0.5" of "gelu:0.5"; 1 for an empty text.
+
+    Raises:
+        ValueError: it is no number above 0 and at most 1.
+    """
+    with suppress(ValueError):
+        if 0 < (share := float(text or 1)) <= 1:
+            return share
+    raise ValueError(f"a share of an operation's layers must be above 0 and at most 1, got {text!r}; for example 0.5")
+
+
+def most_again(plan: StepPlan) -> Iterator[StepPlan]:
+    """Yield the steps with the largest recomputations that a planner chooses from, on any machine; none if nothing can be recomputed."""
+    values = Values(plan)
+    groups = groups_of(values, None)
+    mixes = Mix(groups, len(groups)), values_in_blocks(values)
+    return (mix.apply(values) for mix in mixes if mix.name != NONE)
+
+
+def values_in_blocks(values: Values) -> Mix:
+    """Return the recomputation of all values that nothing outside their block reads before the backward pass; nothing without marked blocks.
+
+    What blocks read from each other is kept.
+    """
+    plan = values.plan
+    inside, between = set[HandleRecord](), set[HandleRecord]()
+    for handle, use in plan.uses.items():
+        if (value := values.of(handle)) is None:
+            continue
+        block = plan.tasks[values.last_writer(handle)].block
+        blocks = [plan.tasks[position].block for position in use.positions if position <= value.leaves]
+        if block is None or any(other != block for other in blocks):
+            between.add(handle)
+        elif plan.tasks[value.wanted].block != block and values.is_away_for(value, 1):
+            inside.add(handle)
+    return Mix(inside=inside, between=between)
