@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from scheduler.machine import RecordedTask
 from scheduler.planning import AUTO, BLOCK, SUBMISSION, PlannedOrder
 
 from ..config.run_config import RunConfig
@@ -21,8 +22,8 @@ from .memory_fit import (
     capture,
     fitting_order,
     has_too_many_tasks,
+    largest_task,
     least_needs,
-    needs_of,
     no_collections,
     work_of,
 )
@@ -33,6 +34,8 @@ MOST_TRIED: Final = 100_000
 MOST_WHOLE: Final = 10_000
 """Largest number of tasks of a step that is captured whole. A longer step is estimated from three minibatches; each further one adds the same needs.
 """
+FEW_LAYERS: Final = 2
+"""Number of layers of the model that is captured to find its largest task."""
 MOST_HALVED: Final = 8
 """Largest number of halvings of tile sizes to make a task small enough; each leaves at least a quarter of the task's bytes."""
 MOST_ENLARGED: Final = 8
@@ -80,7 +83,8 @@ def advice(
     changes = more_memory(target, needs, full=full, anew=anew)
     if run.start.is_continued:
         return changes
-    is_last_short = any(at == target.last for at, _ in needs.short(target))
+    # a smaller minibatch or recomputation helps only if the weights and the optimizer's state fit
+    is_last_short = needs.persistent <= target.budgets[target.nodes[target.last][0]] and any(at == target.last for at, _ in needs.short(target))
     if not needs.fits_task(target):
         changes += filter(None, [_smaller_tile(run, target, needs)])
     if is_last_short:
@@ -187,33 +191,57 @@ def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
 
 def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
     """Return tile flags, halved one after another until the largest task fits, and the budgets to raise as well; "" if that does not help."""
-    name, config = needs.largest.name, run.model.config
-    changed, flags = run, dict[str, int]()
-    if needs.task > target.largest_node_nbytes << 2 * MOST_HALVED:
+    task, nbytes, changed = needs.largest, needs.task, run
+    if nbytes > target.largest_node_nbytes << 2 * MOST_HALVED:
         return ""
+    flags = dict[str, int]()
     for _ in range(MOST_HALVED):
-        tiles = next((tiles for word, tiles in _TILES.items() if word in name), _OTHER_TILES)
-        best = None
-        for flag in tiles:
-            size = getattr(changed.model.tiling, flag) // 2
-            if flag == "head_tile":
-                size -= size % (config.n_head // config.n_kv_head)
-            if size < 1:
-                continue
-            trial = changed.cut(**{flag: size})
-            if _is_long(trial):
-                continue
-            after = needs_of(capture(trial, 1).plan)
-            if best is None or after.task < best[0].task:
-                best = after, trial, flag, size
-        if best is None:
+        tiling = changed.model.tiling
+        tiles = next((tiles for word, tiles in _TILES.items() if word in task.name), _OTHER_TILES)
+        halves = []
+        for flag in sorted(tiles, key=lambda flag: -getattr(tiling, flag)):  # the longest side first: one trial is enough as a rule
+            trial = _halved(changed, flag)
+            if trial is not None:
+                halves.append((trial, flag, *_largest_task(trial)))
+                if halves[-1][-1] < nbytes:
+                    break
+        if not halves:
             return ""
-        after, changed, flag, size = best
-        flags[flag], name = size, after.largest.name
-        if after.task <= target.largest_node_nbytes:
-            besides = _raised(target, _short(with_free_order(changed), target))
+        changed, flag, task, nbytes = min(halves, key=lambda half: half[-1])
+        flags[flag] = getattr(changed.model.tiling, flag)
+        if nbytes <= target.largest_node_nbytes:
+            besides = _raised(target, _short_like(needs, with_free_order(changed), target))
             return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")
     return ""
+
+
+def _short_like(needs: Needs, run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
+    """Return the nodes that are too small for a changed step, as `_short` does.
+
+    If the last tier is too small for the step that it was changed from, the bytes that this one needs are tried first, which is quick.
+    """
+    last = dict(needs.short(target)).get(target.last)
+    if last is not None and not _short(run, target.enlarged({target.last: last})):
+        return [(target.last, last)]
+    return _short(run, target)
+
+
+def _halved(run: RunConfig, flag: str) -> RunConfig | None:
+    """Return a run with a tile size halved; None if that is impossible, or makes the step too long to be captured for advice."""
+    size = getattr(run.model.tiling, flag) // 2
+    if flag == "head_tile":
+        size -= size % (run.model.config.n_head // run.model.config.n_kv_head)
+    if size < 1:
+        return None
+    trial = run.cut(**{flag: size})
+    return None if _is_long(trial) else trial
+
+
+def _largest_task(run: RunConfig) -> tuple[RecordedTask, int]:
+    """Return the task of a step with the largest working set, and its bytes, from a minibatch of a model with few layers."""
+    config = run.model.config
+    few = config.with_layers(min(config.n_layer, FEW_LAYERS))
+    return largest_task(capture(run.with_model(config=few), 1).plan)
 
 
 def _is_long(run: RunConfig) -> bool:

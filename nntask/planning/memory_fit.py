@@ -161,7 +161,7 @@ def needs_of(plan: StepPlan, *, minimal: bool = False, reading: int = 0) -> Need
         reading: bytes of host memory for file readers.
     """
     tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
-    largest = max(tasks, key=_touched)
+    largest, _ = largest_task(plan)
     persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
     total, passive = least_last_bytes(plan) if minimal else (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
@@ -195,13 +195,20 @@ def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, qu
     """Return the needs of the step in the order with the least needs, with the largest recomputation if the planner may choose it.
 
     Args:
-        quick: whether to skip recomputation if the last tier holds the step without.
+        quick: whether to return the first needs that the last tier satisfies.
     """
-    without_recompute = needs_of(plan, minimal=True, reading=reading)
-    if recompute != AUTO or (quick and without_recompute.fits_last(target)):
-        return without_recompute
-    again = [needs_of(each, minimal=True, reading=reading) for each in most_again(plan)]
-    return min([without_recompute, *again], key=lambda needs: needs.last(target))
+    least = needs_of(plan, minimal=True, reading=reading)
+    for recomputing in most_again(plan) if recompute == AUTO else ():
+        if quick and least.fits_last(target):
+            break
+        least = min(least, needs_of(recomputing, minimal=True, reading=reading), key=lambda needs: needs.last(target))
+    return least
+
+
+def largest_task(plan: StepPlan) -> tuple[RecordedTask, int]:
+    """Return the task of a step with the largest working set, and its bytes; tasks that CPU workers run for devices are left out."""
+    task = max((task for task, is_aside in zip(plan.tasks, plan.aside, strict=True) if not is_aside), key=_touched)
+    return task, _touched(task)
 
 
 def _touched(task: RecordedTask) -> int:
