@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from scheduler.machine import RecordedTask
-from scheduler.planning import AUTO, BLOCK, SUBMISSION, PlannedOrder
+from scheduler.planning import AUTO, BLOCK, SUBMISSION
 
 from ..config.run_config import RunConfig
 from ..config.units import flag_size, rounded_up
@@ -18,13 +18,10 @@ from ..hardware.imaginary import format_devices
 from ..hardware.machine_model import RAM, MachineModel
 from .memory_fit import (
     TASKS_PER_WORK,
-    CapturedStep,
     capture,
-    fitting_order,
     has_too_many_tasks,
     largest_task,
     least_needs,
-    no_collections,
     work_of,
 )
 from .needs import Needs
@@ -50,20 +47,6 @@ _TILES: Final = {
 }
 """Word in a task's name -> tile flags that make the task smaller, in the order in which they are tried."""
 _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
-
-
-def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
-    """Refuse a run whose step cannot run on its machine within the budgets, and otherwise choose its order.
-
-    The check takes no memory, and a second for 20,000 tasks; it takes longer to compare orders if budgets are short.
-
-    Raises:
-        DoesNotFit: a budget is too small or not available; the message has the shortage and changes that would make the step fit.
-        UsageError: the step has too many tasks, or no order of the requested name.
-    """
-    with no_collections():
-        captured = capture(run, frozen_base=run.start.frozen_base)
-        return captured, fitting_order(captured, run, lambda target, needs: advice(run, target, needs))
 
 
 def advice(

@@ -86,14 +86,19 @@ def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[Mach
         changes: function from a machine and the needs of the step to changes that would make it fit.
 
     Raises:
-        DoesNotFit, UsageError: the step does not fit or has no such order, as for `fit_advice.check_fit`.
+        DoesNotFit, UsageError: the step does not fit or has no such order, as for `updater.choose_updater`.
     """
     check_budgets(run.machine)
     target = this_machine(run.machine)
-    needs = least_needs(found.plan, run, target, quick=True, reading=found.reading)
-    if not needs.fit(target):
-        raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes(target, needs))}")
-    return choose_order(found, run, target.without(found.reading))
+    order, needs = order_or_needs(found, run, target)
+    if needs is not None:
+        raise does_not_fit(target, needs, changes(target, needs))
+    return order
+
+
+def does_not_fit(target: MachineModel, needs: Needs, changes: Sequence[str]) -> DoesNotFit:
+    """Return the error for a step that does not fit a machine, with the changes that would make it fit."""
+    return DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
 
 
 def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
