@@ -1,16 +1,15 @@
-from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
+from .cluster import ClusterSpec, check_plain, check_shared
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
 from .init_from import InitialModel, brings_config, initial_model
 from .objective import image_shape, with_head
 from .old_settings import OLD_SETTINGS, instead, lost, translated
-from .resolution import TINY, model_spec, resolve, resolve_untiled, sized
-from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
+from .resolution import TINY, resolve, resolve_untiled, sized
+from .run_config import LanguageRun, OptimizerSpec, RunConfig
 from .settings import (
     EXPERT,
     SUFFIXES,
     CheckpointSettings,
-    ClusterSettings,
     MachineSettings,
     ModelSettings,
     ObserveSettings,
@@ -33,13 +32,11 @@ __all__ = [
     "SUFFIXES",
     "TINY",
     "CheckpointSettings",
-    "ClusterSettings",
     "ClusterSpec",
     "InitialModel",
     "LanguageRun",
     "MachineSettings",
     "ModelSettings",
-    "ModelSpec",
     "ObserveSettings",
     "OptimizerSettings",
     "OptimizerSpec",
@@ -54,7 +51,6 @@ __all__ = [
     "check_shared",
     "check_values",
     "checked_length",
-    "cluster_of",
     "disk_of",
     "flag_of",
     "flags_from",
@@ -67,7 +63,6 @@ __all__ = [
     "instead",
     "is_size",
     "lost",
-    "model_spec",
     "open_tiles",
     "parse_rate",
     "parse_size",

@@ -1,6 +1,6 @@
 from .allocator import give_back_freed, reuse_freed_memory
 from .flops import FlopCounts, flop_counts_of, gemm_peak, known_gemm_peak
-from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
+from .gpus import GpuPlan, cards, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
 from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, pace_on, this_machine
 from .machine_spec import Budget, MachineSpec, check_budgets, devices_of, free_bytes, machine_of, with_budgets
@@ -26,7 +26,6 @@ __all__ = [
     "free_bytes",
     "gemm_peak",
     "give_back_freed",
-    "gpus_of",
     "imaginary_machine",
     "known_gemm_peak",
     "machine_of",

@@ -4,7 +4,7 @@ from .initial_weights import model_to_start_from
 from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
 from .run import AroundTraining, train, train_untiled
 from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE, machine_of, newest_run, write_machine, write_plan
-from .session import Opened, Session, UntiledModel
+from .session import Opened, Session
 from .signals import Interrupts
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Interrupts",
     "Opened",
     "Session",
-    "UntiledModel",
     "check_disk",
     "check_start",
     "check_tier_directory",

@@ -25,6 +25,9 @@ MODULES = {name_of(path): path for package in PACKAGES for path in sorted((ROOT 
 DOORS = {name for name, path in MODULES.items() if path.with_suffix(".pyi").exists()} | {"scheduler.machine", "wrappers.cli"}
 """Packages and rooms with public names: those with a stub, and two modules that import eagerly."""
 
+API_PAGE = ROOT / "docs/reference/api.md"
+"""Page that lists the names for users."""
+
 
 @cache
 def imports(path: Path) -> list[tuple[str, str, int]]:
@@ -92,3 +95,22 @@ def test_every_public_name_is_there(door: str) -> None:
     modules = [name for name in room.__all__ if f"{door}.{name}" in MODULES]
     hidden = [name for name in modules if getattr(getattr(room, name), "__name__", "") != f"{door}.{name}"]
     assert not hidden, f"these names of {door} are modules, too: {', '.join(hidden)}"
+
+
+def test_doors_offer_only_what_others_use() -> None:
+    """Each name of a room is imported by another package, a benchmark or an example, or the page of API tiers has it."""
+    files = [*MODULES.values(), *(path for folder in OUTSIDE for path in sorted((ROOT / folder).rglob("*.py")))]
+    used = {
+        (module, name)
+        for path in files
+        for module, name, _ in imports(path)
+        if package_of(module) in PACKAGES and package_of(module) != path.relative_to(ROOT).parts[0]
+    }
+    rows = [line for line in API_PAGE.read_text().splitlines() if line.startswith("|")]
+    unused = [
+        f"{door}.{name}"
+        for door in sorted(DOORS - {"wrappers.cli"})
+        for name in importlib.import_module(door).__all__
+        if (door, name) not in used and not any(f"`{door}`" in row and f"`{name}`" in row for row in rows)
+    ]
+    assert not unused, f"no other package imports these: {', '.join(unused)}"
