@@ -109,7 +109,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
         "directory": directory_of(settings, resumed),
         "step": StepSpec(
             known(settings.tiling.batch),
-            settings.tiling.minibatch,
+            settings.tiling.num_sequences,
             known(settings.tiling.lanes),
             settings.resources.order,
             settings.resources.recompute,
@@ -183,6 +183,8 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     model = replace(model, seq_len=length)
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = 1 if tiling.lanes is None else tiling.lanes
+    if tiling.minibatch == "auto":
+        raise UsageError("--minibatch auto is for nntask train and plan, on one machine, of nntask's own models; give a number")
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
     _divides("--minibatch", minibatch, "--batch", batch)
     per_tile = tiling.minibatch_tile

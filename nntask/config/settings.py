@@ -49,8 +49,8 @@ class TilingSettings:
 
     batch: int | None = None
     """number of sequences per optimizer step (default: 8 for tiny and llama-tiny, else 1)"""
-    minibatch: int = -1
-    """number of sequences in flight at once, a divisor of --batch; gradients accumulate (-1: the whole batch)"""
+    minibatch: int | Literal["auto"] = -1
+    """number of sequences in flight at once, a divisor of --batch; gradients accumulate (-1: the whole batch; auto: the fastest that fits)"""
     minibatch_tile: int | None = None
     """number of sequences per tile, a divisor of the minibatch (default: from a table)"""
     seq_tile: int | None = None
@@ -69,6 +69,12 @@ class TilingSettings:
     """TOML file of tile sizes for single model shapes, which overrides the built-in table; a search writes its result there"""
     lanes: int | None = None
     """number of partial sums of each gradient, which are computed in parallel and rounded differently; --dask needs several (default: 1)"""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of a minibatch in filled settings."""
+        assert self.minibatch != "auto"
+        return self.minibatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
         DataError: the file in --auto-tile is not a tile table.
     """
     cut = settings.tiling
-    minibatch, length = cut.minibatch, known(settings.model.seq_len)
+    minibatch, length = cut.num_sequences, known(settings.model.seq_len)
     rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
     row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
     return _in_blocks(settings, row, config).resolve(config, minibatch, length)
@@ -45,7 +45,7 @@ def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) 
     """Return filled settings whose open tile sizes are taken from `tiling`, and the resulting tiling. `auto_tile` and `tile_table` are reset."""
     cut = settings.tiling
     sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
-    tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, known(settings.model.seq_len))
+    tiling = ModelTiling(**sizes).resolve(config, cut.num_sequences, known(settings.model.seq_len))
     sizes = {name: getattr(tiling, name) for name in TILE_FLAGS}
     return replace(settings, tiling=replace(cut, **sizes, auto_tile="table", tile_table="")), tiling
 

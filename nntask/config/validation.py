@@ -112,7 +112,9 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
         check_most(name, value)
     for group, name in _OR_WHOLE:
         value = getattr(getattr(settings, group), name)
-        if value is not None and (value == 0 or value < -1):
+        if value in (None, AUTO):
+            continue
+        if value == 0 or value < -1:
             raise UsageError(
                 f"{flag_of(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
             )

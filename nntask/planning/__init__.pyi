@@ -1,5 +1,6 @@
 from .fit_advice import more_memory
 from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, order_or_needs, thriftiest_needs, untouched
+from .minibatch import choose_minibatch
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step, with_few_tasks
 from .updater import told_updater
@@ -11,6 +12,7 @@ __all__ = [
     "Needs",
     "capture",
     "cells",
+    "choose_minibatch",
     "headline",
     "more_memory",
     "needs_of",

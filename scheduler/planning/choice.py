@@ -13,7 +13,7 @@ from functools import partial
 
 from ..core.step_plan import StepPlan
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
-from .evaluation import AUTO, Costs, Evaluation, evaluate
+from .evaluation import AUTO, Costs, PlanCandidate, evaluate
 from .finalists import MOST_JUDGED, Judge, finalists, judged
 from .forecast import Pace
 from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
@@ -59,28 +59,28 @@ def choose_plan(
     everything_fits = not base.forecasts or (step.plan.has_aside and device_bytes(chosen.plan, num_devices) <= memory)
     if everything_fits or (recompute != AUTO and judge is None):
         return chosen
-    costs, evaluations = Costs(plan, machine), [base]
+    costs, candidates = Costs(plan, machine), [base]
     if recompute == AUTO and not costs.is_bound_by_tasks(base, is_judged=judge is not None):
-        evaluations = Search(plan, base, order, machine, costs).evaluations()
-        base = evaluations[0]
+        candidates = Search(plan, base, order, machine, costs).candidates()
+        base = candidates[0]
         chosen = replace(chosen, mix=base.mix)
     plans = partial(_plans, base, machine, costs)
-    if (best := best_of(evaluations, costs)) is not base:
+    if (best := best_of(candidates, costs)) is not base:
         (chosen,) = plans(best, [best.order])
     if judge is None or not chosen.forecasts:
         return chosen
-    return judged(chosen, finalists(best, evaluations, order, costs), judge, plans)
+    return judged(chosen, finalists(best, candidates, order, costs), judge, plans)
 
 
-def _plans(base: Evaluation, machine: PlanningMachine, costs: Costs, evaluation: Evaluation, names: Sequence[str]) -> Iterator[PlannedOrder]:
-    """Plan a step in some orders of an evaluation.
+def _plans(base: PlanCandidate, machine: PlanningMachine, costs: Costs, candidate: PlanCandidate, names: Sequence[str]) -> Iterator[PlannedOrder]:
+    """Plan a step in some orders of a candidate.
 
     Args:
-        base: evaluation of the step without recomputation, or with that which was asked for.
+        base: the candidate without recomputation, or with the one that was asked for.
     """
-    step, forecasts = OrderedStep(evaluation.step, machine), shown_forecasts(base, evaluation, costs)
+    step, forecasts = OrderedStep(candidate.step, machine), shown_forecasts(base, candidate, costs)
     for name in names:
-        yield replace(planned_order(step, evaluation, name), forecasts=forecasts)
+        yield replace(planned_order(step, candidate, name), forecasts=forecasts)
 
 
 def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
@@ -96,8 +96,8 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
     if plan.has_aside and device_bytes(plan.divided(devices), machine.num_devices) <= machine.memory:  # everything fits
         return None
 
-    def pace_of_one(part: StepPlan) -> Pace:
-        return replace(pace(part), num_devices=machine.num_devices)
+    def pace_of_one(planned: StepPlan) -> Pace:
+        return replace(pace(planned), num_devices=machine.num_devices)
 
     one = replace(machine, pace=pace_of_one, is_share=True)
     share = share_of(plan, devices, repeated.updates)
@@ -106,19 +106,19 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
     if not base.forecasts or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
         return None
     if not costs.is_bound_by_tasks(base, is_judged=False):
-        evaluations = Search(share, base, one_order, one, costs).evaluations()
-        base, best = evaluations[0], best_of(evaluations, costs)
+        candidates = Search(share, base, one_order, one, costs).candidates()
+        base, best = candidates[0], best_of(candidates, costs)
     values = Values(plan)
     mix = _mix_of_all(best, values, repeated)
     if mix is None:
         return None
     step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
-    evaluation = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=mix.name, mix=mix, compared=())
-    planned = replace(planned_order(step, evaluation), forecasts=shown_forecasts(base, evaluation, costs))
+    candidate = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=mix.name, mix=mix, compared=())
+    planned = replace(planned_order(step, candidate), forecasts=shown_forecasts(base, candidate, costs))
     return planned if planned.last_bytes <= machine.last else None
 
 
-def _mix_of_all(best: Evaluation, values: Values, repeated: Repetition) -> Mix | None:
+def _mix_of_all(best: PlanCandidate, values: Values, repeated: Repetition) -> Mix | None:
     """Return the recomputation of the share of one device for the whole step; None if that has other groups of values.
 
     Args:

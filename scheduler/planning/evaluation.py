@@ -1,6 +1,6 @@
-"""Evaluation of candidates: a step that recomputes something, in some of its orders, and the cost by which such evaluations are compared.
+"""Candidates for the plan of a step, their evaluation by forecasts, and the cost by which they are compared.
 
-A candidate is a recomputation and an order. A forecast of it takes a fifth of a second for 10,000 tasks, so a planner can compare dozens.
+A candidate is a recomputation, in one or several orders. A forecast takes a fifth of a second for 10,000 tasks, so a planner can compare dozens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a h
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A step with a recomputation, evaluated in one or several orders.
+class PlanCandidate:
+    """A step with a recomputation, in one or several orders that were forecast.
 
     Attributes:
         recompute: value of --recompute for the recomputation.
@@ -69,11 +69,11 @@ def evaluate(
     mix: Mix | None = None,
     only: Sequence[str] = (),
     compared: Sequence[str] = (SUBMISSION,),
-) -> Evaluation:
+) -> PlanCandidate:
     """Forecast a step in an order, or in all that "auto" chooses from, and take the best.
 
     Args:
-        recompute, mix: attributes of the evaluation.
+        recompute, mix: attributes of the candidate.
         only: names of the orders that "auto" chooses from, if the step has them, or else the submission order; empty for all.
         compared: names of orders that are also forecast, for comparison, unless `only` is given.
 
@@ -81,7 +81,7 @@ def evaluate(
         ValueError: the step has no order of that name.
     """
     if order in (AUTO, SUBMISSION) and step.fits:
-        return Evaluation(recompute, mix, step.plan, SUBMISSION, {}, step.last_bytes)
+        return PlanCandidate(recompute, mix, step.plan, SUBMISSION, {}, step.last_bytes)
     if order == AUTO:
         names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
         forecasts, considered = _considered(step, names, () if only else compared)
@@ -91,15 +91,15 @@ def evaluate(
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(step.names())}, and auto")
     best, moves_least = _best({name: forecasts[name] for name in considered})
     shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
-    return Evaluation(recompute, mix, step.plan, best, shown, forecasts[best].last_bytes, moves_least)
+    return PlanCandidate(recompute, mix, step.plan, best, shown, forecasts[best].last_bytes, moves_least)
 
 
 class Costs:
-    """Comparison of evaluations of one step.
+    """Comparison of candidates of one step.
 
     Args:
         plan: the step without recomputation; with its partitions, if it is the share of a device.
-        machine: machine that the step runs on; without a pace, evaluations are compared by the bytes that they move.
+        machine: machine that the step runs on; without a pace, candidates are compared by the bytes that they move.
     """
 
     def __init__(self, plan: StepPlan, machine: PlanningMachine) -> None:
@@ -109,14 +109,14 @@ class Costs:
             pace = machine.pace(plan)
             self._task_seconds, self._slowness = _task_seconds(plan, pace), (1 / pace.read, 1 / pace.write)
 
-    def key(self, evaluation: Evaluation) -> tuple[bool, float, int]:
-        """Return the key by which evaluations are compared; the smallest is the best."""
-        moved = 0 if evaluation.forecast is None else evaluation.forecast.total
-        return not self.fits(evaluation), self.of(evaluation), moved
+    def key(self, candidate: PlanCandidate) -> tuple[bool, float, int]:
+        """Return the key by which candidates are compared; the smallest is the best."""
+        moved = 0 if candidate.forecast is None else candidate.forecast.total
+        return not self.fits(candidate), self.of(candidate), moved
 
-    def of(self, evaluation: Evaluation) -> float:
+    def of(self, candidate: PlanCandidate) -> float:
         """Return the seconds of a step and a share of those of its copies; of a step that fits, the seconds of its tasks."""
-        return self.task_seconds(evaluation.step) if evaluation.forecast is None else self.of_forecast(evaluation.forecast)
+        return self.task_seconds(candidate.step) if candidate.forecast is None else self.of_forecast(candidate.forecast)
 
     def of_forecast(self, forecast: Forecast) -> float:
         """Return the forecast seconds and a share of those of the copies."""
@@ -130,11 +130,11 @@ class Costs:
         """Return whether the last tier has a number of bytes."""
         return last_bytes <= self._last
 
-    def fits(self, evaluation: Evaluation) -> bool:
+    def fits(self, candidate: PlanCandidate) -> bool:
         """Return whether the last tier holds the data of a step."""
-        return self.holds(evaluation.last_bytes)
+        return self.holds(candidate.last_bytes)
 
-    def is_bound_by_tasks(self, base: Evaluation, *, is_judged: bool) -> bool:
+    def is_bound_by_tasks(self, base: PlanCandidate, *, is_judged: bool) -> bool:
         """Return whether a step without recomputation fits and takes about as long as its tasks alone.
 
         On several devices `FRICTION` counts only if a judge has the last word: it was measured on one device, and a 50B GPT on eight was slower by

@@ -14,7 +14,7 @@ from math import inf
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .evaluation import AUTO, Costs, Evaluation
+from .evaluation import AUTO, Costs, PlanCandidate
 from .planned_order import PlannedOrder
 from .recompute import BLOCK, NONE
 
@@ -34,64 +34,64 @@ MOST_JUDGED: Final = 10_000
 """Number of tasks above which steps are chosen by forecasts alone: judging one of them takes more than ten seconds."""
 
 
-def finalists(best: Evaluation, evaluations: Sequence[Evaluation], order: str, costs: Costs) -> list[tuple[Evaluation, list[str]]]:
-    """Return evaluations, each with the orders that are forecast to be about as fast as the best order of the best evaluation.
+def finalists(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str, costs: Costs) -> list[tuple[PlanCandidate, list[str]]]:
+    """Return candidates, each with the orders that are forecast to be about as fast as the best order of the best candidate.
 
     Args:
         order: name of the order that was asked for, or "auto".
     """
     least = costs.of(best)
-    candidates = [_own_costs(evaluation, order, costs, least) for evaluation in evaluations]
-    rows = sorted((cost, number, name) for number, own in enumerate(candidates) for name, cost in own.items())
+    ranked = [_own_costs(candidate, order, costs, least) for candidate in candidates]
+    rows = sorted((cost, number, name) for number, own in enumerate(ranked) for name, cost in own.items())
     chosen = defaultdict[int, list[str]](list)
     for cost, number, name in rows:
         if cost > NEAR * least or sum(map(len, chosen.values())) == FINALISTS - 1:
             break
-        evaluation = evaluations[number]
-        last_bytes = evaluation.forecasts[name].last_bytes if evaluation.forecasts else evaluation.last_bytes
-        is_best = evaluation is best and name == best.order
-        if not is_best and len(chosen[number]) < FINAL_ORDERS + _is_plain(evaluation) and costs.holds(last_bytes):
+        candidate = candidates[number]
+        last_bytes = candidate.forecasts[name].last_bytes if candidate.forecasts else candidate.last_bytes
+        is_best = candidate is best and name == best.order
+        if not is_best and len(chosen[number]) < FINAL_ORDERS + _is_plain(candidate) and costs.holds(last_bytes):
             chosen[number].append(name)
-    return [(evaluations[number], names) for number, names in chosen.items() if names]
+    return [(candidates[number], names) for number, names in chosen.items() if names]
 
 
 def judged(
     chosen: PlannedOrder,
-    others: Iterable[tuple[Evaluation, list[str]]],
+    others: Iterable[tuple[PlanCandidate, list[str]]],
     judge: Judge,
-    plans: Callable[[Evaluation, Sequence[str]], Iterable[PlannedOrder]],
+    plans: Callable[[PlanCandidate, Sequence[str]], Iterable[PlannedOrder]],
 ) -> PlannedOrder:
     """Return the fastest of a planned step and others, by a judge; the first if there is no other, or the judge finds that none fits.
 
     Args:
-        plans: function that plans the step of an evaluation in some orders.
+        plans: function that plans the step of a candidate in some orders.
     """
     others = [*others]
     if not others:
         return chosen
     fastest, least = chosen, judge(chosen.plan)
-    for evaluation, names in others:
-        for planned in plans(evaluation, names):
+    for candidate, names in others:
+        for planned in plans(candidate, names):
             seconds = judge(planned.plan)
             if seconds < least:
                 fastest, least = planned, seconds
     return chosen if least == inf else replace(fastest, judged_seconds=least)
 
 
-def _is_plain(evaluation: Evaluation) -> bool:
+def _is_plain(candidate: PlanCandidate) -> bool:
     """Return whether a program could ask for a recomputation by a word."""
-    return evaluation.recompute in (NONE, BLOCK)
+    return candidate.recompute in (NONE, BLOCK)
 
 
-def _own_costs(evaluation: Evaluation, order: str, costs: Costs, least: float) -> dict[str, float]:
-    """Return the costs by which the orders of an evaluation are ranked as finalists.
+def _own_costs(candidate: PlanCandidate, order: str, costs: Costs, least: float) -> dict[str, float]:
+    """Return the costs by which the orders of a candidate are ranked as finalists.
 
     Args:
-        least: cost of the best evaluation.
+        least: cost of the best candidate.
     """
-    forecasts = {name: forecast for name, forecast in evaluation.forecasts.items() if order in (AUTO, name)}
-    own = {name: costs.of_forecast(forecast) for name, forecast in forecasts.items()} or {evaluation.order: costs.of(evaluation)}
+    forecasts = {name: forecast for name, forecast in candidate.forecasts.items() if order in (AUTO, name)}
+    own = {name: costs.of_forecast(forecast) for name, forecast in forecasts.items()} or {candidate.order: costs.of(candidate)}
     lowest = min(own.values())
-    if not _is_plain(evaluation) or lowest > NEAR * PLAIN * least:
+    if not _is_plain(candidate) or lowest > NEAR * PLAIN * least:
         return own
     return {name: cost / PLAIN * min(1.0, least / lowest if lowest else 1.0) for name, cost in own.items()}

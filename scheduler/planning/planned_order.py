@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.step_plan import StepPlan
-from .evaluation import Evaluation, evaluate
+from .evaluation import PlanCandidate, evaluate
 from .forecast import Forecast, Pace
 from .ordered_step import OrderedStep, PlanningMachine
 from .recompute import NONE, Mix
@@ -51,18 +51,18 @@ class PlannedOrder:
         return 0.0 if forecast is None else forecast.seconds
 
 
-def planned_order(step: OrderedStep, evaluation: Evaluation, name: str | None = None) -> PlannedOrder:
-    """Return a step in the best order of an evaluation, or in another one of its orders."""
-    name = evaluation.order if name is None else name
+def planned_order(step: OrderedStep, candidate: PlanCandidate, name: str | None = None) -> PlannedOrder:
+    """Return a step in the best order of a candidate, or in another one of its orders."""
+    name = candidate.order if name is None else name
     return PlannedOrder(
         name,
         step.planned(name),
-        evaluation.forecasts,
-        evaluation.moves_least_of_equals and name == evaluation.order,
+        candidate.forecasts,
+        candidate.moves_least_of_equals and name == candidate.order,
         len(step.plan.tasks),
-        evaluation.recompute,
-        evaluation.mix,
-        evaluation.forecasts[name].last_bytes if name in evaluation.forecasts else evaluation.last_bytes,
+        candidate.recompute,
+        candidate.mix,
+        candidate.forecasts[name].last_bytes if name in candidate.forecasts else candidate.last_bytes,
     )
 
 

@@ -14,7 +14,7 @@ from math import inf
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .evaluation import AUTO, CLOSE, Costs, Evaluation, evaluate
+from .evaluation import AUTO, CLOSE, Costs, PlanCandidate, evaluate
 from .forecast import Forecast
 from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine
 from .recompute import NONE, Mix, Values
@@ -25,7 +25,7 @@ LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
 SHARES: Final = (0.33, 0.67)
 """Leading shares of the last group that are evaluated."""
 MANY_TASKS: Final = 20_000
-"""Number of tasks above which all or nothing of a group is recomputed: one evaluation takes a second for 20,000 tasks."""
+"""Number of tasks above which all or nothing of a group is recomputed: a forecast takes a second for 20,000 tasks."""
 
 
 class Search:
@@ -33,13 +33,13 @@ class Search:
 
     Args:
         plan: the step in submission order.
-        base: evaluation of the step without recomputation.
+        base: the candidate without recomputation.
         order: name of the order that was asked for, or "auto".
         machine: machine that the step runs on.
-        costs: comparison of evaluations.
+        costs: comparison of candidates.
     """
 
-    def __init__(self, plan: StepPlan, base: Evaluation, order: str, machine: PlanningMachine, costs: Costs) -> None:
+    def __init__(self, plan: StepPlan, base: PlanCandidate, order: str, machine: PlanningMachine, costs: Costs) -> None:
         self._values, self._order, self._machine, self._costs = Values(plan), order, machine, costs
         fits = costs.fits(base)
         self._seconds_without = base.seconds if fits else inf
@@ -47,10 +47,10 @@ class Search:
         if machine.pace is not None and not fits:  # sorted as `most_again` does, which knows no machine
             self._groups = priced(self._values, self._groups, machine.pace)
         self._base = replace(base, mix=self._leading(0))
-        self._evaluations = {NONE: self._base}
+        self._candidates = {NONE: self._base}
 
-    def evaluations(self) -> list[Evaluation]:
-        """Evaluate candidates, and return their evaluations; the first is that of the step without recomputation."""
+    def candidates(self) -> list[PlanCandidate]:
+        """Evaluate and return the candidates; the first is the one without recomputation."""
         is_small = len(self._values.plan.tasks) <= MANY_TASKS
         likely = [*self._fastest(self._base, 1), *LIKELY]
         if self._groups:
@@ -60,11 +60,11 @@ class Search:
             self._evaluate(blocks, () if is_small else likely)
         if self._groups:
             self._evaluate_between(len(self._groups))
-        return [*self._evaluations.values()]
+        return [*self._candidates.values()]
 
     def _evaluate_between(self, most: int) -> None:
         """Evaluate fewer groups, and smaller shares of the best number of them, in the orders that were the best at both ends."""
-        orders = [*self._fastest(self._evaluations[self._leading(most).name], 2), *self._fastest(self._base, 1)]
+        orders = [*self._fastest(self._candidates[self._leading(most).name], 2), *self._fastest(self._base, 1)]
 
         def key(count: int) -> tuple[bool, float, int]:
             return self._costs.key(self._evaluate(self._leading(count), orders))
@@ -74,7 +74,7 @@ class Search:
             middle = (low + high) // 2
             low, high = (low, middle) if key(low) < key(high) else (middle, high)
         key(low)
-        best = min((count for count in range(1, most + 1) if self._leading(count).name in self._evaluations), key=key)
+        best = min((count for count in range(1, most + 1) if self._leading(count).name in self._candidates), key=key)
         if len(self._values.plan.tasks) > MANY_TASKS:
             return
         for count in range(best, min(best + 1, most) + 1):
@@ -85,31 +85,31 @@ class Search:
         """Return the candidate that recomputes the first groups, the last of them for a share of its values."""
         return Mix(self._groups, count, share, seconds_without=self._seconds_without)
 
-    def _evaluate(self, mix: Mix, orders: Sequence[str]) -> Evaluation:
-        """Return the evaluation of a candidate in the best of some orders, of all if none is named."""
-        if mix.name not in self._evaluations:
+    def _evaluate(self, mix: Mix, orders: Sequence[str]) -> PlanCandidate:
+        """Return the candidate with a recomputation, evaluated in some orders; in all if none is named."""
+        if mix.name not in self._candidates:
             step = OrderedStep(mix.apply(self._values), self._machine)
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            self._evaluations[mix.name] = evaluate(step, self._order, recompute=mix.name, mix=mix, only=only)
-        return self._evaluations[mix.name]
+            self._candidates[mix.name] = evaluate(step, self._order, recompute=mix.name, mix=mix, only=only)
+        return self._candidates[mix.name]
 
-    def _fastest(self, evaluation: Evaluation, count: int) -> list[str]:
-        """Return the fastest orders of an evaluation; on several devices without the submission order, which is there for comparison."""
-        forecasts = shown_forecasts(self._base, evaluation, self._costs)
-        names = [name for name in forecasts if name != SUBMISSION or not evaluation.step.partitions]
+    def _fastest(self, candidate: PlanCandidate, count: int) -> list[str]:
+        """Return the fastest orders of a candidate; on several devices without the submission order, which is there for comparison."""
+        forecasts = shown_forecasts(self._base, candidate, self._costs)
+        names = [name for name in forecasts if name != SUBMISSION or not candidate.step.partitions]
         return sorted(names, key=lambda name: forecasts[name].seconds)[:count]
 
 
-def best_of(evaluations: Sequence[Evaluation], costs: Costs) -> Evaluation:
-    """Return the best evaluation; the first, of the step without recomputation, unless another one is clearly better."""
-    base, best = evaluations[0], min(evaluations, key=costs.key)
+def best_of(candidates: Sequence[PlanCandidate], costs: Costs) -> PlanCandidate:
+    """Return the best candidate; the first, without recomputation, unless another one is clearly better."""
+    base, best = candidates[0], min(candidates, key=costs.key)
     return best if not costs.fits(base) or costs.of(best) <= CLOSE * costs.of(base) else base
 
 
-def shown_forecasts(base: Evaluation, evaluation: Evaluation, costs: Costs) -> Mapping[str, Forecast]:
-    """Return the forecasts of an evaluation, and that of the submission order; if everything fits, the seconds of the tasks."""
-    if evaluation is base:
+def shown_forecasts(base: PlanCandidate, candidate: PlanCandidate, costs: Costs) -> Mapping[str, Forecast]:
+    """Return the forecasts of a candidate, and that of the submission order; if everything fits, the seconds of the tasks."""
+    if candidate is base:
         return base.forecasts
-    if evaluation.forecasts:
-        return {SUBMISSION: base.forecasts[SUBMISSION], **evaluation.forecasts}
-    return {SUBMISSION: Forecast(0, 0, costs.task_seconds(evaluation.step), evaluation.last_bytes)}
+    if candidate.forecasts:
+        return {SUBMISSION: base.forecasts[SUBMISSION], **candidate.forecasts}
+    return {SUBMISSION: Forecast(0, 0, costs.task_seconds(candidate.step), candidate.last_bytes)}

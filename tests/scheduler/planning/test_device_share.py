@@ -14,7 +14,7 @@ from support.toy_steps import PAGE, toy_step, wide_step
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import AUTO, choose_plan, plan_order
 from scheduler.planning.device_share import devices_of_share, devices_of_tasks, order_of_all, order_of_one, share_of
-from scheduler.planning.evaluation import Costs, Evaluation, evaluate
+from scheduler.planning.evaluation import Costs, PlanCandidate, evaluate
 from scheduler.planning.forecast import Pace, Spill
 from scheduler.planning.ordered_step import OrderedStep, PlanningMachine
 from scheduler.planning.repeated_structure import repetition
@@ -34,7 +34,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that is forecast from now on, whether it is a share; and shares are searched, however few tasks there are."""
     seen: list[bool] = []
 
-    def watch(step: OrderedStep, order: str, **more: Any) -> Evaluation:
+    def watch(step: OrderedStep, order: str, **more: Any) -> PlanCandidate:
         seen.append(step.machine.is_share)
         return evaluate(step, order, **more)
 

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     from nntask import UsageError
     from nntask.config import open_tiles, sized
     from nntask.hardware import devices_of, imaginary_machine, with_budgets
-    from nntask.planning import plan_run
+    from nntask.planning import choose_minibatch, plan_run
     from nntask.training import check_disk
 
     devices, link, disk_rate, ram_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate", "ram-rate"))
@@ -86,7 +86,9 @@ def run(argv: Sequence[str]) -> int:
                 "nntask train --dry-run --auto-tile measured"
             )
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
-        figures = plan_run(settings, asked.config, target, machine=machine)
+        there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
+        settings, minibatch = choose_minibatch(settings, asked.config, asked.resumed, there, target)
+        figures = plan_run(settings, asked.config, target, machine=machine) | ({"minibatch": minibatch} if minibatch else {})
     return _print(figures, asked)
 
 
@@ -181,6 +183,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"trained             {figures['trained_parameters']:,} weights of adapters"
     yield f"tasks per step      {figures['tasks_per_step']:,}"
     sizes = ", ".join(f"{name.removesuffix('_tile')} {size}" for name, size in figures["tiles"].items())
+    if "minibatch" in figures:
+        yield f"minibatch           {figures['minibatch']}"
     cut = [f"{rows} rows of {name}" for name, rows in figures.get("rows_of_tiles", {}).items()]
     yield f"tiles               {sizes or ', '.join(['each tensor is one', *cut])}"
     yield (

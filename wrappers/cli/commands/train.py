@@ -47,6 +47,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
     asked = request(argv, os.environ)
     from nntask.config import check_shared, resolve
     from nntask.hardware import with_budgets
+    from nntask.planning import choose_minibatch
     from nntask.training import check_start, train
 
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
@@ -56,7 +57,11 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
     assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
-        run = resolve(asked.settings, asked.config, asked.resumed, with_budgets(asked.devices, asked.settings.resources))
+        machine = with_budgets(asked.devices, asked.settings.resources)
+        settings, minibatch = choose_minibatch(asked.settings, asked.config, asked.resumed, machine)
+        if minibatch:
+            print(f"minibatch: {minibatch}")
+        run = resolve(settings, asked.config, asked.resumed, machine)
         if changed is not None:
             run = changed(run)
         if run.cluster is None or run.settings.run.dry_run:

@@ -60,6 +60,11 @@ class Flag:
         return typing.get_args(self.value_type) if typing.get_origin(self.value_type) is Literal else ()
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """Words that are allowed instead of a number."""
+        return tuple(word for kind in typing.get_args(self.kind) if typing.get_origin(kind) is Literal for word in typing.get_args(kind))
+
+    @property
     def example(self) -> str:
         """A valid value."""
         return self.choices[0] if self.choices else {int: "1", float: "0.1"}.get(self.value_type, "VALUE")
@@ -86,10 +91,12 @@ class Flag:
                 raise UsageError(f"{source} must be true or false, got {text!r}; write one of them")
             return word in ("true", "1", "yes")
         if self.value_type in (int, float):
+            if text in self.words:
+                return text
             try:
                 return self.value_type(text)
             except ValueError:
-                what = "a whole number" if self.value_type is int else "a number"
+                what = " or ".join(["a whole number" if self.value_type is int else "a number", *self.words])
                 raise UsageError(f"{source} must be {what}, got {text!r}; write one") from None
         return text
 

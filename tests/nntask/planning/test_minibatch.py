@@ -1,0 +1,110 @@
+"""The minibatch of --minibatch auto: the fastest that fits, kept by resumed runs, and a number in the settings of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nntask.checkpoints.store import find_checkpoint
+from nntask.config.resolution import resolve
+from nntask.config.settings import ClusterSettings, DataSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.errors import UsageError
+from nntask.hardware.imaginary import imaginary_machine
+from nntask.hardware.machine_model import this_machine
+from nntask.hardware.machine_spec import MachineSpec, devices_of, with_budgets
+from nntask.models.gpt2 import GPT2Config
+from nntask.planning.minibatch import choose_minibatch
+from nntask.planning.updater import plan_updater
+from wrappers.cli import main
+
+CONFIG = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=4, n_head=2)
+
+
+def settings(minibatch: Any = "auto", **resources: Any) -> TrainSettings:
+    """Settings of a step of 12 sequences on one CPU worker."""
+    tiling = TilingSettings(batch=12, minibatch=minibatch)
+    return TrainSettings(data=DataSettings(tokenizer="bytes"), tiling=tiling, resources=ResourceSettings(ncpu=1, **resources))
+
+
+def machine_of(asked: TrainSettings) -> MachineSpec:
+    """This machine, with the budgets of settings."""
+    return with_budgets(devices_of(asked.resources, asked.model.dtype), asked.resources)
+
+
+def fits(minibatch: int, **resources: Any) -> bool:
+    """Whether a number of sequences fits this machine."""
+    asked = settings(minibatch, **resources)
+    run = resolve(asked, CONFIG, machine=machine_of(asked))
+    return plan_updater(run, this_machine(run.machine)).needs is None
+
+
+@pytest.mark.parametrize("ram", ["1GiB", "6MB", "3500KB", "2700KB"])
+def test_the_choice_fits_and_divides(ram: str) -> None:
+    """Whatever the memory: one of the divisors, and one that fits; the reason names it."""
+    asked = settings(ram=ram)
+    chosen = choose_minibatch(asked, CONFIG, None, machine_of(asked))
+    number = chosen.settings.tiling.num_sequences
+    assert number in (1, 2, 3, 4, 6, 12)
+    assert fits(number, ram=ram)
+    assert chosen.reason.startswith(f"{number}, ")
+    assert replace(chosen.settings, tiling=asked.tiling) == asked
+
+
+def test_a_number_is_left_alone() -> None:
+    """Settings that are not open are returned as they are, without a reason."""
+    asked = settings(4)
+    assert choose_minibatch(asked, CONFIG, None, machine_of(asked)) == (asked, "")
+
+
+def test_if_nothing_fits_the_smallest_is_tried() -> None:
+    """The run is then refused with the usual advice, for one sequence at a time."""
+    asked = settings(ram="100KB")
+    chosen = choose_minibatch(asked, CONFIG, None, machine_of(asked))
+    assert (chosen.settings.tiling.minibatch, chosen.reason) == (1, "")
+
+
+def test_tiles_that_are_given_divide_the_choice() -> None:
+    """With tiles of four sequences, minibatches are multiples of four."""
+    asked = settings()
+    asked = replace(asked, tiling=replace(asked.tiling, minibatch_tile=4))
+    assert choose_minibatch(asked, CONFIG, None, machine_of(asked)).settings.tiling.minibatch in (4, 12)
+
+
+def test_an_imaginary_machine() -> None:
+    """Devices that hold a part of the activations get a part of the batch."""
+    asked = settings()
+    target = imaginary_machine("1x2MiB@1TF", asked.resources, "25GB", "", "")
+    chosen = choose_minibatch(asked, CONFIG, None, devices_of(asked.resources, asked.model.dtype, checks=False), target)
+    assert chosen.settings.tiling.minibatch in (1, 2, 3, 4, 6, 12)
+    assert chosen.reason
+
+
+def test_a_cluster_is_refused() -> None:
+    """Each node would choose for itself."""
+    asked = replace(settings(), cluster=ClusterSettings(dask="local:2"))
+    with pytest.raises(UsageError, match="--minibatch auto plans for one machine, and a cluster of --dask has several; give a number"):
+        choose_minibatch(asked, CONFIG, None, machine_of(settings()))
+
+
+def test_an_open_minibatch_does_not_reach_a_run() -> None:
+    """Programs that resolve settings themselves are told to give a number."""
+    with pytest.raises(UsageError, match=r"--minibatch auto is for nntask train and plan, .*; give a number"):
+        resolve(settings(), CONFIG)
+
+
+def test_a_run_keeps_its_choice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint has the number; a resumed run prints and keeps it, and another word is refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the same words again and again " * 200)
+    (tmp_path / "run.toml").write_text('minibatch = "auto"\nbatch = 2\nseq_len = 32\n')
+    data = ["--dataset", "text", "--dataset-path", "text.txt", "--tokenizer", "bytes"]
+    assert main(["train", "--config", "run.toml", "--model", "tiny", *data, "--run-dir", "run", "--steps", "1"]) == 0
+    number = find_checkpoint("run").state["settings"]["tiling"]["minibatch"]
+    assert f"minibatch: {number}, " in capsys.readouterr().out
+    assert number in (1, 2)
+    assert main(["train", "--resume", "run", "--steps", "2", "--minibatch", "auto"]) == 0
+    assert f"minibatch: {number}, as in the checkpoint" in capsys.readouterr().out
+    assert main(["train", "--minibatch", "most"]) == 2
+    assert "--minibatch must be a whole number or auto, got 'most'" in capsys.readouterr().err
