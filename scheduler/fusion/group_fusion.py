@@ -39,7 +39,7 @@ def fuse_groups_if_they_fit(found: PlannedOrder, num_workers: int, memory: int, 
             inner = {
                 handle for at in group.tasks for handle, _ in plan.tasks[at].accesses if plan.owned.get(handle) is False and len(users[handle]) == 1
             }
-            tasks.append(join(plan, [[at] for at in group.tasks], inner | made, make, owned, again=group.again))
+            tasks.append(join(plan, [[at] for at in group.tasks], inner | made, make, owned, clones=group.again))
     fused = StepPlan(tasks, owned, window=plan.window, idle=plan.idle)
     fits = max(fused.needed_bytes(), last_tier_bytes(fused, computes=True)) <= memory
     return replace(found, plan=fused) if fits else found

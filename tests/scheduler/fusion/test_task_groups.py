@@ -140,7 +140,7 @@ def test_tasks_that_make_again_in_part_count_with_their_share() -> None:
         raise AssertionError("nothing lies inside")
 
     for others, count, share in ((set[int](), 2, 0.3), ({2}, 3, 1.9 / 3)):
-        fused = join(plan, [[0], [1], [2]], set(), no_scratch, {}, again=others)
+        fused = join(plan, [[0], [1], [2]], set(), no_scratch, {}, clones=others)
         assert (fused.num_clones, fused.clone_share) == (count, pytest.approx(share))
 
 
