@@ -242,7 +242,7 @@ def foresee(step: Touches, positions: Sequence[int], budget: int, share: float =
     capacity = int(budget * share)
     passed = pass_through(step, positions, capacity)
     leaves: dict[HandleRecord, set[int]] = {}
-    for handle, position in passed.gone:
+    for handle, position in passed.evictions:
         leaves.setdefault(handle, set()).add(position % len(positions))
     return Foreseen(leaves, _returns(passed, capacity))
 
