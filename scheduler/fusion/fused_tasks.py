@@ -1,10 +1,10 @@
-"""Fused tasks: kernels of several tasks of a step as those of one, and the memory of what lives inside it.
+"""Fused tasks: several tasks of a recorded step that the scheduler runs as one task.
 
-Data that lives and dies inside a fused task becomes one piece of scratch memory; edges, budgets and lifetimes hold for fused tasks as for any others.
-The price: inner data is allocated for the whole duration of a fused task, and nobody can look between its tasks. Which tasks are fused is decided in
-`task_fusion` and `group_fusion`.
+Data that is created and last used inside a fused task becomes one piece of scratch memory. To the rest of the scheduler a fused task is a task like
+any other. The cost: its inner data is allocated for its whole duration, and its members cannot be traced one by one. `task_fusion` and `group_fusion`
+decide which tasks are fused.
 
-On a GPU the kernels of a fused task are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph.
+On a GPU, the second run of a fused task on the same addresses captures its kernels as a CUDA graph; later runs launch the graph.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from ..drivers.gpu import NUM_STARTED
 from ..storage.device import DeviceMemory
 
 MOST_GRAPHS: Final = 16
-"""Most graphs of one fused task: one for each set of addresses, two sets for each GPU where addresses stay; the oldest graph is dropped."""
+"""Largest number of graphs of one fused task; beyond it the oldest graph is dropped. There is one graph for each set of addresses, hence two for each
+GPU if addresses do not change."""
 FEWEST_GRAPHS: Final = 4
+"""Number of graphs that even the largest fused task may have."""
 MOST_NODES: Final = 1 << 16
-"""Of a large fused task as many graphs as have so many tasks in all, but at least `FEWEST_GRAPHS`: they take memory that no budget counts."""
+"""Largest number of tasks in all graphs of one fused task, because no budget counts the memory of graphs; `FEWEST_GRAPHS` takes precedence."""
 
 
 class Member(NamedTuple):
-    """One of the fused tasks: its codelet, and which of the arguments are its own."""
+    """One member of a fused task.
+
+    Attributes:
+        codelet: codelet of the member.
+        arguments: positions of its data among the arguments and sections of the fused task.
+        constants: its constants.
+    """
 
     codelet: Codelet
     arguments: tuple[int, ...]
@@ -39,12 +47,12 @@ class Member(NamedTuple):
 
 
 class HeldData(NamedTuple):
-    """Data inside a larger piece of memory that a fused task has among its arguments.
+    """Data inside a larger piece of memory that is an argument of a fused task.
 
     Args:
-        view: of the data.
-        argument: position of the memory.
-        offset: where in it the data lies, bytes.
+        view: view of the data.
+        argument: position of the argument that contains it.
+        offset: bytes before the data in that argument.
     """
 
     view: Any
@@ -53,45 +61,52 @@ class HeldData(NamedTuple):
 
 
 Make = Callable[[int, "ScratchView", DataClass], HandleRecord]
-"""Creates the record of data that lives within a step, from its bytes, its view and its class."""
+"""Creates the record of a handle that the step owns, from its size in bytes, its view and its data class."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostScratch:
-    """Where inner data begins in host memory."""
+    """Start of inner data in host memory.
+
+    Attributes:
+        memory: memory of the node.
+        offset: bytes before the data in that memory.
+    """
 
     memory: Any
     offset: int
 
 
 class ScratchView:
-    """The view of memory that holds the data of several handles: the place where it begins."""
+    """View of a piece of memory that holds the data of several handles; it is the address of its first byte."""
 
     def __call__(self, memory: Any, offset: int) -> DeviceMemory | HostScratch:
-        """The memory at `offset` bytes from the beginning of a node's memory."""
+        """Return the address `offset` bytes after the beginning of a node's memory."""
         return DeviceMemory(memory.address + offset) if isinstance(memory, DeviceMemory) else HostScratch(memory, offset)
 
 
 class FusedKernels:
-    """The kernels of fused tasks, as one kernel. Workers of several GPUs may run it at once, for two replays of a step.
+    """Kernel of a fused task, which runs the kernels of its members.
+
+    Workers of several GPUs may run it at the same time, for two replays of a step.
 
     Args:
-        groups: the fused tasks, those that start together in one group, each with the positions of its arguments: first those of the fused task,
-            behind them the sections.
-        sections: data that lies inside arguments of the fused task.
+        groups: members in order of execution; those of one group are launched by one call. Their argument positions count the arguments of the fused
+            task first, then its sections.
+        sections: data inside arguments of the fused task.
     """
 
     def __init__(self, groups: Sequence[Sequence[Member]], sections: Sequence[HeldData]) -> None:
         self._groups = groups
         self._sections = sections
         self._calls = [(each.codelet.cpu, each.arguments, each.constants) for group in groups for each in group]
-        self._inner: dict[int, tuple[Any, ...]] = {}  # views at places of host memory
+        self._section_views: dict[int, tuple[Any, ...]] = {}  # by offset of the scratch in host memory
         self._graphs: dict[tuple[int, ...], Any] = {}  # by addresses, which are of one GPU: two threads never share an entry
-        self._lock = threading.Lock()  # of the dict; never held while a GPU is called
+        self._lock = threading.Lock()  # guards `_graphs`; never held during a call of a GPU
         self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // sum(map(len, groups))))
 
     def __call__(self, *views: Any) -> None:
-        """Start the kernels: one by one the first time on these addresses, as a graph from the second time on."""
+        """Launch the kernels: one by one in the first run on these addresses, as a graph in all later ones."""
         key = tuple([view.address for view in views])
         oldest = None
         with self._lock:
@@ -100,7 +115,7 @@ class FusedKernels:
                 if len(self._graphs) >= self._most_graphs:
                     oldest = self._graphs.pop(next(iter(self._graphs)))
                 self._graphs[key] = None
-        del oldest  # a graph is given back to the driver outside of the lock
+        del oldest  # releasing a graph calls the driver, hence outside the lock
         if start is None:
             start = captured(lambda: self._run(views)) or False
             self._keep(key, start)
@@ -108,43 +123,45 @@ class FusedKernels:
             try:
                 start()
                 return
-            except RuntimeError:  # no kernel has begun: starting them one by one works, or raises the cause
+            except RuntimeError:  # no kernel has begun: launching them one by one works, or raises the cause
                 self._keep(key, False)
         self._run(views)
 
     def _keep(self, key: tuple[int, ...], start: Any) -> None:
-        """Remember a graph, or that there is none, unless another worker has made these addresses the oldest and dropped them."""
+        """Store a graph, or False if there is none, unless another worker has dropped the entry of these addresses as the oldest."""
         with self._lock:
             if key in self._graphs:
                 self._graphs[key] = start
 
     def on_cpu(self, *views: Any) -> None:
-        """Run the kernels one by one on a CPU, where all sections lie in the last argument."""
+        """Run the kernels one by one on a CPU; all sections are in the last argument."""
         if self._sections:
-            views = (*views, *self._views_at(views[-1]))
+            views = (*views, *self._views_in(views[-1]))
         for kernel, arguments, constants in self._calls:
             kernel(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
 
-    def _views_at(self, scratch: HostScratch) -> tuple[Any, ...]:
-        """Views of the sections at a place; replays come back to few places of the one memory."""
-        found = self._inner.get(scratch.offset)
-        if found is None:
-            if len(self._inner) >= MOST_GRAPHS:
-                self._inner.clear()
-            found = self._inner[scratch.offset] = tuple(view(scratch.memory, scratch.offset + offset) for view, _, offset in self._sections)
-        return found
+    def _views_in(self, scratch: HostScratch) -> tuple[Any, ...]:
+        """Return views of the sections in a piece of scratch; they are cached, because replays reuse few offsets."""
+        views = self._section_views.get(scratch.offset)
+        if views is None:
+            if len(self._section_views) >= MOST_GRAPHS:
+                self._section_views.clear()
+            views = tuple(view(scratch.memory, scratch.offset + offset) for view, _, offset in self._sections)
+            self._section_views[scratch.offset] = views
+        return views
 
     def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
-        """Floating-point operations and bytes of all fused tasks together."""
+        """Return the floating-point operations and bytes of all members together."""
         views = [*views, *(section.view for section in self._sections)]
         flops = nbytes = 0.0
         for codelet, arguments, own in (member for group in self._groups for member in group):
             if codelet.cost is not None:
-                found = codelet.cost([views[position] for position in arguments], own)
-                flops, nbytes = flops + found.flops, nbytes + found.nbytes
+                cost = codelet.cost([views[position] for position in arguments], own)
+                flops, nbytes = flops + cost.flops, nbytes + cost.nbytes
         return Cost(flops, nbytes)
 
     def _run(self, views: Sequence[Any]) -> None:
+        """Launch the kernels group by group; an error names the member that raised it."""
         views = [*views, *(view(views[argument], offset) for view, argument, offset in self._sections)]
         number = 0
         for group in self._groups:
@@ -160,7 +177,7 @@ class FusedKernels:
             except BaseException as error:
                 lost = ""
                 if number > len(group):
-                    setattr(error, NUM_STARTED, None)  # the others may have started what no GPU has counted
+                    setattr(error, NUM_STARTED, None)  # members before it may have launched kernels that no GPU has counted
                     lost = f", {number - len(group)} of which had been started: what any of them writes is lost"
                 error.add_note(f"in {codelet.name!r}, task {number} of {sum(map(len, self._groups))} that are fused{lost}")
                 raise
@@ -173,22 +190,26 @@ def join(
     make: Make,
     owned: dict[HandleRecord, bool],
     bundles: Mapping[HandleRecord, tuple[HandleRecord, int]] | None = None,
-    again: Set[int] = frozenset(),
+    clones: Set[int] = frozenset(),
 ) -> RecordedTask:
-    """Some tasks of a step as one fused task.
+    """Fuse tasks of a step.
 
     Args:
-        starts: positions of the tasks that start together, in the order of their starts.
-        inside: data that only these tasks need; it gets scratch memory.
-        make: creates the record of that.
-        owned: of the new step; the scratch memory is added.
-        bundles: data that lies in that of another handle, and at which offset; bytes.
-        again: positions of the tasks that another fused task runs, too.
+        plan: the step.
+        starts: positions of the tasks in order of execution; those of one entry are launched together.
+        inside: handles that only these tasks use; their data is placed in scratch memory.
+        make: creates the record of that scratch memory.
+        owned: `StepPlan.owned` of the new step, to which the scratch memory is added.
+        bundles: for each handle whose data is part of another one's, that other handle and the offset in it in bytes.
+        clones: positions of the tasks that only recompute results of another fused task.
+
+    Returns:
+        The fused task.
     """
     numbers = {position: number for number, start in enumerate(starts) for position in start}
     joined = [plan.tasks[position] for position in sorted(numbers)]
     modes: dict[HandleRecord, Mode] = {}
-    inner: dict[HandleRecord, list[int]] = {}  # in which starts it is used
+    inner: dict[HandleRecord, list[int]] = {}  # handle -> numbers of the starts that use it
     held: dict[HandleRecord, tuple[HandleRecord, int]] = {}
     for position in sorted(numbers):
         for handle, mode in plan.tasks[position].accesses:
@@ -210,42 +231,50 @@ def join(
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
-    clones, share = _made_again(plan, sorted(numbers), again)
-    return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority, num_clones=clones, clone_share=share)
+    num_clones, clone_share = _recomputation(plan, sorted(numbers), clones)
+    return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority, num_clones=num_clones, clone_share=clone_share)
 
 
-def _made_again(plan: StepPlan, positions: Sequence[int], again: Set[int]) -> tuple[int, float]:
-    """How many of some tasks that are fused make again what others have made, and what share of their time that takes.
+def _recomputation(plan: StepPlan, positions: Sequence[int], clones: Set[int]) -> tuple[int, float]:
+    """Return the number of recomputing tasks among those at `positions`, and the fraction of their total time that recomputation takes.
 
     Args:
-        again: as of `join`: they do nothing else.
+        clones: positions of the tasks that only recompute.
     """
-    tasks = [plan.tasks[at] for at in positions]
-    counts = [1 if at in again else task.num_clones for at, task in zip(positions, tasks, strict=True)]
-    shares = [1.0 if at in again else task.clone_share for at, task in zip(positions, tasks, strict=True)]
+    tasks = [plan.tasks[position] for position in positions]
+    counts = [1 if position in clones else task.num_clones for position, task in zip(positions, tasks, strict=True)]
+    shares = [1.0 if position in clones else task.clone_share for position, task in zip(positions, tasks, strict=True)]
     nbytes = [_nbytes(task) for task in tasks]
     return sum(counts), sum(map(mul, shares, nbytes)) / max(1, sum(nbytes))
 
 
 def _nbytes(task: RecordedTask) -> int:
-    """Bytes that a task reads and writes, by which the time of fused tasks is shared among them."""
+    """Return the bytes that a task reads and writes: its weight in the estimate of its share of a fused task's time."""
     return sum(handle.size for handle, mode in task.accesses if mode != SCRATCH)
 
 
 def merged(before: Mode | None, mode: Mode) -> Mode:
-    """How a fused task uses data that an earlier one of its tasks, if any, uses as `before`."""
+    """Return the access mode of a fused task for data that a member accesses in `mode`, after earlier members in `before` (None without any)."""
     if before is None:
         return mode
     return RW if before == R and mode != R else before
 
 
 def _member(task: RecordedTask, arguments: Mapping[HandleRecord, int]) -> Member:
+    """Return a task as a member of a fused task, given the position of each handle among the arguments and sections."""
     assert isinstance(task.codelet, Codelet)
     return Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants)
 
 
 def packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets for pieces of (size, first use, last use) such that no two live pieces overlap; and the bytes of all. First fit, by first use."""
+    """Assign offsets to pieces of memory such that pieces with intersecting live ranges do not overlap: first fit, in the order of first use.
+
+    Args:
+        spans: (size in bytes, first use, last use) of each piece.
+
+    Returns:
+        The offset of each piece, and the size of the whole memory in bytes.
+    """
     offsets = [0] * len(spans)
     alive: list[tuple[int, int, int]] = []  # (offset, end, last use), sorted
     most = 0

@@ -1,6 +1,7 @@
-"""Groups of small tasks on CPU workers become one task each (`task_groups`), where a step is recorded so and fits host memory easily.
+"""Fusion of small tasks for CPU workers: groups of tasks (`task_groups`) become one task each.
 
-The machine spends as long on a task as a core that generates text computes on a small one.
+The scheduler spends about as long on a task as a core spends in a small kernel of text generation. Steps are fused only if they were recorded with
+`groups` and fit host memory before and after the fusion.
 """
 
 from __future__ import annotations
@@ -15,36 +16,45 @@ from .fused_tasks import Make, join
 from .task_groups import TaskGroup, grouped
 
 
-def fuse_groups_if_they_fit(found: PlannedOrder, num_workers: int, memory: int, make: Make) -> PlannedOrder:
-    """A step for CPU workers alone with its groups fused, if it fits host memory easily before and after; else the order as it was.
+def fuse_groups_if_they_fit(planned: PlannedOrder, num_workers: int, memory: int, make: Make) -> PlannedOrder:
+    """Fuse the groups of a step that only CPU workers run, if it fits host memory without copies before and after.
 
     Args:
+        planned: the step in its planned order.
+        num_workers: number of CPU workers.
         memory: bytes of host memory.
-        make: as in `join`.
+        make: creates the record of the scratch memory of a fused task.
+
+    Returns:
+        `planned` with the fused step, or `planned` itself.
     """
-    plan = found.plan
-    if found.forecasts or plan.window != ANY or plan.partitions:
-        return found
-    owned, groups = dict(plan.owned), grouped(plan, num_workers)
-    own = [_made_again(plan, group) for group in groups]
-    users: dict[HandleRecord, set[int]] = {}
-    for number, (group, made) in enumerate(zip(groups, own, strict=True)):
-        for handle in {handle for at in group.tasks for handle, _ in plan.tasks[at].accesses} - made:
+    plan = planned.plan
+    if planned.forecasts or plan.window != ANY or plan.partitions:
+        return planned
+    fused = _fused(plan, grouped(plan, num_workers), make)
+    fits = max(fused.needed_bytes(), last_tier_bytes(fused, computes=True)) <= memory
+    return replace(planned, plan=fused) if fits else planned
+
+
+def _fused(plan: StepPlan, groups: list[TaskGroup], make: Make) -> StepPlan:
+    """Return the step with each group of several tasks as one task."""
+    owned = dict(plan.owned)
+    recomputed = [_recomputed_data(plan, group) for group in groups]
+    users: dict[HandleRecord, set[int]] = {}  # numbers of the groups that need the data of a handle from outside or compute it for others
+    for number, (group, own) in enumerate(zip(groups, recomputed, strict=True)):
+        for handle in {handle for position in group.tasks for handle, _ in plan.tasks[position].accesses} - own:
             users.setdefault(handle, set()).add(number)
     tasks = []
-    for group, made in zip(groups, own, strict=True):
+    for group, own in zip(groups, recomputed, strict=True):
         if len(group.tasks) == 1:
             tasks.append(plan.tasks[group.tasks[0]])
-        else:
-            inner = {
-                handle for at in group.tasks for handle, _ in plan.tasks[at].accesses if plan.owned.get(handle) is False and len(users[handle]) == 1
-            }
-            tasks.append(join(plan, [[at] for at in group.tasks], inner | made, make, owned, again=group.again))
-    fused = StepPlan(tasks, owned, window=plan.window, idle=plan.idle)
-    fits = max(fused.needed_bytes(), last_tier_bytes(fused, computes=True)) <= memory
-    return replace(found, plan=fused) if fits else found
+            continue
+        accessed = (handle for position in group.tasks for handle, _ in plan.tasks[position].accesses)
+        inner = {handle for handle in accessed if plan.owned.get(handle) is False and len(users[handle]) == 1}
+        tasks.append(join(plan, [[position] for position in group.tasks], inner | own, make, owned, clones=group.clones))
+    return StepPlan(tasks, owned, window=plan.window, idle=plan.idle)
 
 
-def _made_again(plan: StepPlan, group: TaskGroup) -> set[HandleRecord]:
-    """What a group makes for itself although another group has made it."""
-    return {handle for at in group.again for handle, mode in plan.tasks[at].accesses if mode != R}
+def _recomputed_data(plan: StepPlan, group: TaskGroup) -> set[HandleRecord]:
+    """Return the handles whose data a group recomputes for itself."""
+    return {handle for position in group.clones for handle, mode in plan.tasks[position].accesses if mode != R}

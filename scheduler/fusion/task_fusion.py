@@ -1,14 +1,11 @@
-"""Task fusion: neighbouring tasks of a recorded step that run on a GPU and move no data become one task, whose kernels start with one call.
+"""Fusion of GPU tasks that are neighbours in the planned order of a recorded step, so that one call launches their kernels.
 
-The machine spends as long on a task as a GPU computes on a small one, and a kernel start from Python has its own overhead. Where a step fits the
-memory of its devices nothing has to be decided between its tasks: neighbours in the planned order are fused, data that lives and dies inside a
-fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. Where memory is plenty, all
-tasks up to the first that updates data of the program are one task, and all from there on another: so a kernel that fails in a forward or backward
-pass loses none of that data. Elsewhere as many are fused as use a half, a quarter or an eighth of the memory.
+The scheduler spends about as long on a task as a GPU spends in a small kernel, and each kernel launch from Python costs more. Tasks are fused only if
+the step fits the memory of its devices, so that nothing is copied between them. Each fused task may use a fraction of that memory, the largest of
+`SHARES` with which the step still fits. Tasks that update data of the program are never fused with tasks before them, so that a kernel that fails in
+a forward or backward pass loses none of that data.
 
-The kernels of a fused task are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph. Neighbours
-of one kind that do not touch each other's results start together, where their codelet knows how (`Codelet.cuda_many`). The price: inner data of a
-fused task is allocated for its whole duration, and nobody can look between its tasks: who watches or traces single tasks gets single tasks.
+Fused neighbours of one codelet that are independent of each other are launched together (`Codelet.cuda_many`).
 """
 
 from __future__ import annotations
@@ -28,45 +25,50 @@ from ..planning.planned_order import PlannedOrder
 from .fused_tasks import Make, ScratchView, join, merged
 
 LOOK_BACK: Final = 8
-"""Starts between two tasks that start together, at most: what one of them reads is kept for the other."""
+"""Largest number of launches between two tasks that are launched together, because the data of both is then allocated at the same time."""
 SHARES: Final = (1, 2, 4, 8)
-"""A fused task may use this fraction of a device's memory: the largest with which the step leaves enough free."""
+"""Divisors of a device's memory that bound the data of a fused task; the first with which the step fits is used."""
 _SPARE: Final = 6
-"""One in so many bytes of a device's memory stays free of fused tasks: that much is kept clean or free by early write-backs."""
+"""Memory of a device over the bytes that must stay free, because early write-backs keep that much clean or free."""
 
 
-def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], last: int, make: Make) -> PlannedOrder:
-    """A step in its planned order with its tasks fused, if it fits its devices and leaves bytes for inner data; else the order as it was.
+def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, make: Make) -> PlannedOrder:
+    """Fuse the tasks of a step, if it fits its devices together with the inner data of fused tasks.
 
     Args:
+        planned: the step in its planned order.
         budgets: bytes of each device.
-        last: bytes of the last tier: it holds all that a fused task reads beside all that it makes, for as long as that runs.
-        make: as in `fuse`.
+        last: bytes of the last tier, which holds all inputs and results of a fused task while that runs.
+        make: creates the records of pieces of memory for data of several handles.
+
+    Returns:
+        `planned` with the fused step, or `planned` itself.
     """
-    if found.forecasts:
-        return found
-    plan, budget, num_devices = found.plan, min(budgets), len(budgets)
-    # two fused tasks have their inner data at once where they can be ready at once: of two minibatches, of two replays that change nothing
+    if planned.forecasts:
+        return planned
+    plan, budget, num_devices = planned.plan, min(budgets), len(budgets)
+    # two fused tasks may be ready, hence hold inner data, at the same time: those of two minibatches, or of two replays that update nothing
     num_sets = 2 if plan.partitions or not any(_updates(plan)) else 1
     for share in SHARES:
         fused = fuse(plan, budget // share, make)
         needed = max(largest_device_bytes(fused, num_devices), fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
         last_bytes = last_tier_bytes(fused, computes=False)
         if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE) and last_bytes <= last:
-            return replace(found, plan=fused, last_bytes=last_bytes)
-    return found
+            return replace(planned, plan=fused, last_bytes=last_bytes)
+    return planned
 
 
-def fuse(plan: StepPlan, most: int, make: Make) -> StepPlan:
-    """The same step with neighbouring tasks fused.
+def fuse(plan: StepPlan, limit: int, make: Make) -> StepPlan:
+    """Return the same step with neighbouring tasks fused.
 
     Args:
-        most: bytes of all data of a fused task.
+        plan: the step in its planned order.
+        limit: largest number of bytes of all data of a fused task.
         make: creates the records of pieces of memory for data of several handles.
     """
     updates, ends = _updates(plan), [0]
     while ends[-1] < len(plan.tasks):
-        ends.append(_end_of(plan, ends[-1], most, updates))
+        ends.append(_end_of(plan, ends[-1], limit, updates))
     bundles = _bundles(plan, ends, make)
     owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
     tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned) for first, end in pairwise(ends)]
@@ -75,13 +77,15 @@ def fuse(plan: StepPlan, most: int, make: Make) -> StepPlan:
 
 
 def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleRecord, tuple[HandleRecord, int]]:
-    """Data that the same fused tasks use in the same way, as gradients between the backward pass and the update, becomes data of one handle.
+    """Merge handles that the same fused tasks access in the same modes, such as gradients between the backward pass and the update.
 
     Args:
-        ends: where the tasks begin that are fused to one, and the end of the last ones.
+        plan: the step before the fusion.
+        ends: position of the first task of each fused task, and the number of tasks.
+        make: creates the record of a merged handle.
 
     Returns:
-        For each handle that goes, the one that holds its data, and the offset there; bytes.
+        For each handle that is replaced, the merged handle that contains its data, and the offset in it in bytes.
     """
     alike: dict[tuple[Any, ...], list[HandleRecord]] = {}
     for handle, is_output in plan.owned.items():
@@ -103,32 +107,32 @@ def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleReco
 
 
 def _updates(plan: StepPlan) -> list[bool]:
-    """Of each task, whether it writes data that outlives the step."""
+    """Return, for each task, whether it writes data that outlives the step."""
     return [any(mode in (W, RW) and handle not in plan.owned for handle, mode in task.accesses) for task in plan.tasks]
 
 
 def _largest_inner(plan: StepPlan) -> int:
-    """Bytes of the largest piece of inner data of a step with fused tasks."""
+    """Return the bytes of the largest piece of scratch memory of a fused task."""
     return max((handle.size for handle in plan.uses if isinstance(handle.view, ScratchView)), default=0)
 
 
-def _end_of(plan: StepPlan, first: int, most: int, updates: Sequence[bool]) -> int:
-    """One past the last task that is fused with the task at `first`."""
+def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool]) -> int:
+    """Return one past the position of the last task that is fused with the task at `first`."""
     begin = plan.tasks[first]
-    found: set[HandleRecord] = set()
-    live = inner = outer = 0  # bytes of the step's data that these tasks make: now, and most at once; bytes of what they find
+    seen: set[HandleRecord] = set()
+    live = inner = outer = 0  # bytes of temporaries that these tasks create: live now, and at most at once; bytes of all their other data
     for position in range(first, len(plan.tasks)):
         task = plan.tasks[position]
         handles = {handle: None for handle, _ in task.accesses}
         for handle in handles:
-            if handle not in found:
-                is_made = plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position
-                live, outer = (live + handle.size, outer) if is_made else (live, outer + handle.size)
-        found.update(handles)
+            if handle not in seen:
+                is_created = plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position
+                live, outer = (live + handle.size, outer) if is_created else (live, outer + handle.size)
+        seen.update(handles)
         inner = max(inner, live)
         is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
         is_alike = is_alike and task.priority == begin.priority and (updates[first] or not updates[position])
-        if not is_alike or inner + outer > most:
+        if not is_alike or inner + outer > limit:
             return max(position, first + 1)
         for handle in handles:
             uses = plan.uses[handle].positions
@@ -138,7 +142,14 @@ def _end_of(plan: StepPlan, first: int, most: int, updates: Sequence[bool]) -> i
 
 
 class _Group(NamedTuple):
-    """Tasks that start together, by their positions, and the data that they use and write; scratch counts as written."""
+    """Tasks that are launched together.
+
+    Attributes:
+        codelet: codelet of all of them.
+        positions: their positions in the step.
+        uses: all data that they access.
+        writes: data that they write, scratch included.
+    """
 
     codelet: object
     positions: list[int]
@@ -146,10 +157,10 @@ class _Group(NamedTuple):
     writes: set[HandleRecord]
 
 
-def _together(tasks: Sequence[RecordedTask], first: int, end: int) -> list[list[int]]:
-    """The positions of tasks [first, end) that start together, in the order of their starts.
+def _launches(tasks: Sequence[RecordedTask], first: int, end: int) -> list[list[int]]:
+    """Divide tasks [first, end) into launches; return the positions of the tasks of each.
 
-    A task joins an earlier one of its codelet, if that is not far, neither writes what the other uses, and none between them is in its way.
+    A task joins one of the last `LOOK_BACK` launches if that has the same codelet and the task is independent of that launch and all later ones.
     """
     groups: list[_Group] = []
     for position in range(first, end):
@@ -181,10 +192,10 @@ def _join(
     make: Make,
     owned: dict[HandleRecord, bool],
 ) -> RecordedTask:
-    """Tasks [first, end) as one fused task; its scratch memory is added to `owned`."""
+    """Fuse tasks [first, end), and add the scratch memory of the fused task to `owned`."""
     inside = set[HandleRecord]()
     for handle in {handle for task in plan.tasks[first:end] for handle, _ in task.accesses}:
         uses = plan.uses[handle].positions
         if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
             inside.add(handle)
-    return join(plan, _together(plan.tasks, first, end), inside, make, owned, bundles)
+    return join(plan, _launches(plan.tasks, first, end), inside, make, owned, bundles)

@@ -1,9 +1,12 @@
-"""Seconds that no schedule of a recorded step falls below, from the seconds of its tasks and the rates of its links.
+"""Lower bounds on the seconds of a recorded step, from the seconds of its tasks and the rates of its links.
 
-area            the seconds of all tasks together over the number of workers
-critical path   the seconds of the longest chain of tasks
-link            the seconds of the traffic that no order avoids: the bytes of data that outlives the step and exceeds the memory where tasks run
-                come in, and go out again where the step writes that data, over all links together; the directions add up where they share links
+=============  =======================================================================================================================
+area           seconds of all tasks together, divided by the number of workers
+critical path  seconds of the longest chain of dependent tasks
+link           seconds of the copies that no order avoids. Of the data that outlives the step, the part that exceeds the memory where
+               tasks run must be read into it; of the part that the step writes, the excess must be written back. The two add up if
+               both directions share links; otherwise the larger one counts
+=============  =======================================================================================================================
 """
 
 from __future__ import annotations
@@ -15,21 +18,26 @@ from .forecast import Pace
 
 
 def lower_bounds(plan: StepPlan, seconds: Sequence[float], *, num_workers: int, memory: int, pace: Pace) -> dict[str, float]:
-    """Lower bounds on the seconds of a step, by name: "area", "critical_path" and "link", as defined above.
+    """Return the lower bounds on the seconds of a step.
 
     Args:
+        plan: the step.
         seconds: duration of each task, by its position in the planned order.
+        num_workers: number of workers.
         memory: bytes of the memory where tasks run.
         pace: rates of the links from and to that memory.
+
+    Returns:
+        "area", "critical_path" and "link" -> seconds, as defined above.
     """
     longest = [0.0] * len(plan.tasks)
     for position, before in enumerate(plan.predecessors):
         longest[position] = seconds[position] + max((longest[each] for each in before), default=0.0)
     lasting = [(handle.size, use.last_writer is not None) for handle, use in plan.uses.items() if handle not in plan.owned]
-    comes = max(0, sum(size for size, _ in lasting) - memory) / pace.read
-    goes = max(0, sum(size for size, is_written in lasting if is_written) - memory) / pace.write
+    reading = max(0, sum(size for size, _ in lasting) - memory) / pace.read
+    writing = max(0, sum(size for size, is_written in lasting if is_written) - memory) / pace.write
     return {
         "area": sum(seconds) / num_workers,
         "critical_path": max(longest, default=0.0),
-        "link": max(comes, goes) if pace.duplex else comes + goes,
+        "link": max(reading, writing) if pace.duplex else reading + writing,
     }

@@ -1,15 +1,13 @@
-"""Forecast of the traffic and the duration of a step in a given order within a memory budget: one queue of tasks, whole tiles, next-use eviction.
+"""Forecast of the traffic and the duration of a step in a given order: one queue of tasks, whole tiles, next-use eviction.
 
-The model is coarse so that a candidate costs a planner a fifth of a second for 10,000 tasks: bytes instead of extents (`tile_traffic`), all workers
-as one, all links as two. Missing tiles are fetched ahead of their task as far as the prefetcher looks ahead, or from the task on from which the
-memory has bytes for them that nothing else needs. Dirty victims are written after their last use, and behind the task that wants their bytes as far
-as there is clean memory. The step before is taken to have been alike, so time passes twice in a row and the second pass counts.
+The model is coarse, so that a candidate of 10,000 tasks takes a planner 0.2 s: bytes instead of extents (`tile_traffic`), all workers as one, all
+links as two. A missing tile is fetched as far ahead of its task as the prefetcher looks, or earlier if it fits next to all data used until then.
+Dirty victims are written back after their last use; copies that need their bytes wait for that only if no clean memory is left. The step is assumed
+to follow an equal one, so it is simulated twice in a row and the second time counts.
 
-Devices may have a disk under host memory (`Spill`). Host memory is no cache then: a tile evicted from a device goes to host memory while that has
-free bytes, else straight to the disk; it stays there until it is overwritten or dead, and is read from there.
-
-Tasks that run aside (`StepPlan.aside`), by CPU workers in host memory, are a second queue: each begins when what it reads has come down from the
-device, and what it writes can be fetched from its end on. What only they touch takes no bytes of the device.
+Devices may have a disk under host memory (`Spill`), which is then no cache: a tile evicted from a device stays in host memory if that has free bytes,
+otherwise on the disk, until it is overwritten or dead. Tasks that run aside (`StepPlan.aside`), on CPU workers in host memory, form a second queue:
+each starts when its inputs have been written back by the device, and its results can be fetched after its end.
 """
 
 from __future__ import annotations
@@ -25,28 +23,29 @@ from ..core.step_plan import RecordedTask
 from .tile_traffic import Moves, Passed, Touches, pass_through
 
 SHARE: Final = 0.84
-"""Fraction of a budget that holds tiles between their uses; copies under way and fragmentation take the rest. A larger fraction forecasts too few
-bytes (0.92: by 1 to 9 % for GPT-2 small at a quarter of its need), most so for the orders that are most sensitive to memory."""
+"""Fraction of a budget that holds tiles between their uses; copies in progress and fragmentation take the rest. With a larger one, forecasts have too
+few bytes (0.92: by 1 to 9 % for GPT-2 small at a quarter of its need), especially for the orders that are most sensitive to memory."""
 
 SHARE_BESIDE: Final = 0.92
-"""The same fraction of a memory that devices spill to, where no task runs; and of devices that share a step, which copy tiles from each other."""
+"""This fraction for memory without tasks that devices spill to, and for devices that share a step, which copy tiles from each other."""
 
 SHARE_LEAVING: Final = 0.88
-"""The same fraction in the forecast of departures from devices that share a step. A larger one writes too little back early (0.92: a 50B GPT on eight
-devices of 80 GiB takes 1.181 times its bound instead of 1.145 times), a smaller one moves more (0.84: 4 % for a small step at a quarter)."""
+"""This fraction for the forecast of evictions from devices that share a step. With a larger one, too little is written back early (0.92: a 50B GPT on
+eight devices of 80 GiB takes 1.181 times its bound instead of 1.145 times); with a smaller one, more is copied (0.84: 4 % for a small step at a
+quarter of its need)."""
 
 MOST_AHEAD: Final = 512
-"""Tasks before its use from which on data may be fetched, at most."""
+"""Largest number of tasks between the start of a fetch and the use of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The forecast cost of one step.
+    """Forecast cost of one step.
 
     Attributes:
-        read, written: bytes from and to the tier below.
-        seconds: from the end of the step before to its own end; 0 without a pace.
-        last_bytes: what the last tier must hold, if that is known (`ordered_step`).
+        read, written: bytes copied from and to the tier below.
+        seconds: seconds from the end of the step before to its own end; 0 without a pace.
+        last_bytes: bytes that the last tier must hold, if known (`ordered_step`).
     """
 
     read: int
@@ -56,13 +55,13 @@ class Forecast:
 
     @property
     def total(self) -> int:
-        """Bytes in both directions."""
+        """Bytes copied in both directions."""
         return self.read + self.written
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """A disk under the tier below, for data beyond that tier's capacity; reads and writes share the disk.
+    """Disk under the tier below, for data beyond that tier's capacity; reads and writes share the disk.
 
     Attributes:
         capacity: bytes of the tier below.
@@ -79,12 +78,12 @@ class Pace:
     """Rates at which a machine computes and copies.
 
     Attributes:
-        seconds: duration of each task if all workers shared it.
+        seconds: duration of each task if all workers shared it; 0 for tasks that run aside.
         read, write: bytes per second from and to the tier below, over all links together.
-        duplex: whether both directions run at once.
-        num_devices: number of equal devices of the machine, of which the forecast follows one.
-        spill: the disk under a duplex tier below; None without one.
-        aside: duration of each task that runs aside, if all workers beside the devices shared it; `seconds` has 0 for those.
+        duplex: whether copies in both directions run at the same time.
+        num_devices: number of equal devices of the machine; the forecast simulates one of them.
+        spill: disk under a duplex tier below; None without one.
+        aside: duration of each task that runs aside, if all CPU workers that stand aside shared it.
     """
 
     seconds: Mapping[RecordedTask, float]
@@ -97,11 +96,16 @@ class Pace:
 
 
 class _Clock:
-    """Virtual time of a step: one queue of tasks, and one queue of copies in each direction, each entry as early as the rules allow.
+    """Virtual time of a step: a queue of tasks and a queue of copies in each direction, each of whose entries starts as early as the rules allow.
 
     Args:
-        reach: most bytes that tasks ahead of the running one miss while the prefetcher fetches for them.
-        backlog: most bytes that wait to be written while other tiles are fetched into the memory they leave.
+        pace: rates of the machine.
+        reach: number of missing bytes of upcoming tasks up to which the prefetcher looks ahead.
+        backlog: bytes of dirty victims that need not be written back yet when other tiles are fetched.
+
+    Attributes:
+        now: end of the last task of the device.
+        reads, writes: ends of the queues of copies.
     """
 
     def __init__(self, pace: Pace, reach: int, backlog: int) -> None:
@@ -110,20 +114,21 @@ class _Clock:
         self._aside = 0.0  # end of the latest task aside
         self._starts: list[float] = []
         self._ends: list[float] = []
-        self._oldest = 0  # task ahead of which the prefetcher has come as far as the one that is next
-        self._missing = 0  # bytes that the tasks from there on miss
+        self._oldest = 0  # earliest task during which the prefetcher fetches for the next one
+        self._missing = 0  # bytes that the tasks from `_oldest` to the next one miss
         self._added: list[int] = []
 
     @property
     def end(self) -> float:
-        """When all tasks so far have ended."""
+        """Time at which all tasks so far have ended."""
         return max(self.now, self._aside)
 
     def run_aside(self, seconds: float, moves: Moves, start: int) -> None:
-        """Run a task aside, when what is evicted for it has come down.
+        """Run a task aside, after the data that is written back for it has arrived.
 
         Args:
-            seconds: it takes if all workers beside the devices share it.
+            seconds: its duration if all CPU workers that stand aside share it.
+            moves: copies for it.
             start: number of tasks before the step, from which positions count.
         """
         pace = self.pace
@@ -136,20 +141,21 @@ class _Clock:
         self._starts.append(self.now)
         self._ends.append(self._aside)
 
-    def _ended(self, at: int) -> float:
-        """When a task ended; 0 for one before the first."""
-        return self._ends[at] if at >= 0 else 0.0
+    def _ended(self, number: int) -> float:
+        """Return the end of a task; 0 for one before the first."""
+        return self._ends[number] if number >= 0 else 0.0
 
     def run(self, seconds: float, moves: Moves, start: int, begin: int) -> None:
-        """Run a task.
+        """Run a task of the device.
 
         Args:
-            moves: what is copied before it.
+            seconds: its duration if all workers share it.
+            moves: copies before it.
             start: number of tasks before the step, from which positions count.
-            begin: position of the task from which on its data may be fetched whatever the tasks in between miss.
+            begin: position of the first task during which its data may be fetched, because it fits next to the data of all tasks in between.
         """
-        pace, at = self.pace, len(self._starts)
-        self._look_ahead(at, moves.added)
+        pace, number = self.pace, len(self._starts)
+        self._look_ahead(number, moves.added)
         per_read, per_write = pace.num_devices / pace.read, pace.num_devices / pace.write
         far_per_read, far_per_write = per_read, per_write
         if pace.spill is not None:
@@ -157,8 +163,8 @@ class _Clock:
         spare = self.backlog * (far_per_write if pace.spill is not None and moves.is_far else per_write)
         far_reading = moves.far_read * far_per_read
         reading = (moves.read - moves.far_read) * per_read + far_reading
-        fetch_from = self._starts[max(0, min(start + begin, self._oldest, at - 1))] if self._starts else 0.0
-        if not pace.duplex and moves.read:  # one direction at a time until `writes`; reads overtake pending writes
+        fetch_from = self._starts[max(0, min(start + begin, self._oldest, number - 1))] if self._starts else 0.0
+        if not pace.duplex and moves.read:  # both directions share the link until `writes`; reads overtake pending writes
             self.writes = max(self.writes, fetch_from) + reading
         for since, nbytes, is_far in moves.evicted:
             self.writes = max(self.writes, self._ended(start + since)) + nbytes * (far_per_write if is_far else per_write)
@@ -169,16 +175,16 @@ class _Clock:
             if pace.duplex and far_reading:  # the disk serves one direction at a time
                 self.writes = max(self.writes, fetch_from) + far_reading
         ready = self.reads if moves.read else self.writes - spare if moves.evicted else 0.0
-        begun = max(self.now, ready)
-        self.now = begun + seconds * pace.num_devices
-        self._starts.append(begun)
+        started = max(self.now, ready)
+        self.now = started + seconds * pace.num_devices
+        self._starts.append(started)
         self._ends.append(self.now)
 
-    def _look_ahead(self, at: int, added: int) -> None:
-        """Go on to a task that misses so many bytes."""
+    def _look_ahead(self, number: int, added: int) -> None:
+        """Advance the prefetcher to the task of that number, which misses `added` bytes."""
         self._added.append(added)
         self._missing += added
-        while (self._missing > self.reach or at - self._oldest > TASKS) and self._oldest < at:
+        while (self._missing > self.reach or number - self._oldest > TASKS) and self._oldest < number:
             self._missing -= self._added[self._oldest]
             self._oldest += 1
 
@@ -186,21 +192,22 @@ class _Clock:
 def forecast(
     step: Touches, positions: Sequence[int], budget: int, pace: Pace | None = None, *, only_files: bool = False, share: float = SHARE
 ) -> Forecast:
-    """Traffic and duration of a step within a budget.
+    """Forecast the traffic and the duration of a step within a budget.
 
-    A task whose data exceeds the budget goes unnoticed here; it costs nothing extra.
+    A task whose data exceeds the budget is not detected and costs nothing extra.
 
     Args:
-        positions: of the tasks, in the order in which they run; those of one device only where others run the rest.
-        budget: bytes.
+        step: the step.
+        positions: positions of the tasks in order of execution; only those of one device if several share the step.
+        budget: bytes of the memory where tasks run.
         pace: rates of the machine; without them only bytes are forecast.
-        only_files: whether only tiles that lie in files may be evicted, because there is no tier below.
+        only_files: whether only tiles with data in files may be evicted, because there is no tier below.
         share: fraction of the budget that holds tiles between their uses.
     """
     capacity = int(budget * share)
     below = None
     if pace is not None and pace.spill is not None:
-        below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles written early lie in both
+        below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles that are written back early occupy both
     passed = pass_through(step, positions, capacity, below=below, only_files=only_files)
     read = sum(moves.read for moves in passed.moves)
     written = sum(nbytes for moves in passed.moves for _, nbytes, _ in moves.evicted)
@@ -208,29 +215,29 @@ def forecast(
 
 
 def _seconds(step: Touches, positions: Sequence[int], passed: Passed, capacity: int, budget: int, pace: Pace) -> float:
-    """Duration of a step behind one that was alike."""
+    """Return the duration of a step that follows an equal one."""
     begins = {position: begin for begin, position in _returns(passed, capacity)}
     clock, period = _Clock(pace, budget // AHEAD, budget // CLEAN), len(positions)
-    seconds = [pace.seconds[step.plan.tasks[at]] for at in positions]
+    seconds = [pace.seconds[step.plan.tasks[position]] for position in positions]
     before = 0.0
     for start in (0, period):
         before = clock.end
-        for position, moves in enumerate(passed.moves):
-            if positions[position] in step.overwritten:
-                clock.run_aside(pace.aside.get(step.plan.tasks[positions[position]], 0.0), moves, start)
+        for now, moves in enumerate(passed.moves):
+            if positions[now] in step.overwritten:
+                clock.run_aside(pace.aside.get(step.plan.tasks[positions[now]], 0.0), moves, start)
             else:
-                clock.run(seconds[position], moves, start, begins.get(position, position))
+                clock.run(seconds[now], moves, start, begins.get(now, now))
     return clock.end - before
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a plan knows of the copies of a step.
+    """Forecast evictions and fetches of a step. All positions count in its planned order.
 
     Attributes:
-        leaves: handles that leave the memory where tasks run, and positions of the uses before which they have left.
-        returns: (from, position) of each task that misses such data, in planned order: from which task on the memory has bytes for it that
-            nothing else needs until then; below 0 for one of the step before.
+        leaves: for each handle that is evicted from the memory where tasks run, the positions of the uses before which that happens.
+        returns: (begin, position) of each task that misses evicted data, in planned order. From the task at `begin` on, the data fits next to all
+            data used until `position`; `begin` is negative in the step before.
     """
 
     leaves: dict[HandleRecord, set[int]]
@@ -238,25 +245,25 @@ class Foreseen:
 
 
 def foresee(step: Touches, positions: Sequence[int], budget: int, share: float = SHARE) -> Foreseen:
-    """What leaves a memory of `budget` bytes, and when it may come back; arguments as of `forecast`, and positions count in that order."""
+    """Forecast the evictions from a memory of `budget` bytes, and the earliest fetches of evicted data; arguments as in `forecast`."""
     capacity = int(budget * share)
     passed = pass_through(step, positions, capacity)
     leaves: dict[HandleRecord, set[int]] = {}
-    for handle, position in passed.gone:
+    for handle, position in passed.evictions:
         leaves.setdefault(handle, set()).add(position % len(positions))
     return Foreseen(leaves, _returns(passed, capacity))
 
 
 def _returns(passed: Passed, capacity: int) -> list[tuple[int, int]]:
-    """`Foreseen.returns`: each task's data as early as there are bytes for it beside that of the tasks before."""
+    """Return `Foreseen.returns`: each task's missing data is fetched as early as it fits next to the data of the tasks before."""
     spare = [capacity - moves.used for moves in passed.moves]
-    found, most = [], min(MOST_AHEAD, len(spare) - 1)
+    returns, most = [], min(MOST_AHEAD, len(spare) - 1)
     for position, moves in enumerate(passed.moves):
         if nbytes := moves.read:
             begin = position
-            for begin in range(position, position - most, -1):  # below 0 the list goes on from its end, as the step before does
+            for begin in range(position, position - most, -1):  # negative positions are those of the equal step before
                 if spare[begin - 1] < nbytes:
                     break
                 spare[begin - 1] -= nbytes
-            found.append((begin, position))
-    return found
+            returns.append((begin, position))
+    return returns

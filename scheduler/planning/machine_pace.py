@@ -1,4 +1,4 @@
-"""Rates at which a machine computes and copies during a step, from its performance models: what forecasts and bounds are made with."""
+"""Rates at which a machine computes and copies during a step, from its performance models; inputs of forecasts and lower bounds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..drivers.disk import THREADS
 from .forecast import Pace, Spill
 
 TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
+"""Returns the duration of a task on a kind of worker, in seconds."""
 
 SMALL: Final = 64 << 10
-"""Data of fewer bytes does not count where the rate of a link follows from the size of what is copied: it is hardly ever evicted."""
+"""Data of fewer bytes is ignored in the mean size of copies, because it is hardly ever evicted."""
 
 
 def pace_of(
@@ -31,23 +32,23 @@ def pace_of(
     disk: tuple[NodeId, int] | None = None,
     num_aside: int = 0,
 ) -> Pace:
-    """Rates at which a machine computes and copies during a step, according to its performance models.
+    """Return the rates at which a machine computes and copies during a step, according to its performance models.
 
     Args:
         plan: the step.
         workers: kind and memory node of each worker, without those that stand aside.
-        below: the node that data is fetched from and evicted to. Where tasks run on no other node, the files are the tier below.
-        models: measured or rough durations of kernels and copies.
-        channels: copies from and to `below` that run at once on one shared link; 0 where each node has a link of its own in each direction.
-        task_seconds: duration of a task on a kind of worker, instead of the models' estimate.
-        disk: the node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
-        num_aside: CPU workers that stand aside.
+        below: node that data is fetched from and evicted to. If all tasks run on that node, files are the tier below it.
+        models: measured or estimated durations of kernels and copies.
+        channels: number of simultaneous copies from and to `below` on one shared link; 0 if each node has its own link in each direction.
+        task_seconds: duration of a task on a kind of worker, in place of the estimate of the models.
+        disk: node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
+        num_aside: number of CPU workers that stand aside.
     """
     seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
     kinds = [kind for kind, _ in workers]
-    beside = {task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if is_beside and num_aside}
+    aside = {task for task, is_aside in zip(plan.tasks, plan.aside, strict=True) if is_aside and num_aside}
     seconds = {
-        task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in beside else 0.0
+        task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in aside else 0.0
         for task in plan.tasks
     }
     nodes = sorted({node for _, node in workers} - {below})
@@ -63,11 +64,11 @@ def pace_of(
         node, capacity = disk
         read_spill, write_spill = (THREADS * tile / models.transfer_seconds(*ends, tile) for ends in ((node, nodes[0]), (nodes[0], node)))
         spill = Spill(capacity, read_spill, write_spill)
-    return Pace(seconds, read, write, duplex=not channels, spill=spill, aside={task: seconds_of(task, "cpu") / num_aside for task in beside})
+    return Pace(seconds, read, write, duplex=not channels, spill=spill, aside={task: seconds_of(task, "cpu") / num_aside for task in aside})
 
 
 def _typical_nbytes(plan: StepPlan) -> int:
-    """Mean bytes of what a step copies where memory is short: copies of less take longer for their bytes."""
+    """Return the mean size of data that a step copies if memory is short; the rate of a link depends on it, because smaller copies are slower."""
     sizes = [handle.size for handle in plan.uses]
     large = [size for size in sizes if size >= SMALL] or sizes
     return max(1, sum(large) // max(1, len(large)))
@@ -75,12 +76,12 @@ def _typical_nbytes(plan: StepPlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The memory where tasks of a real machine run, and its rates.
+    """Memory where the tasks of a real machine run, and the rates of that machine.
 
     Attributes:
         nodes: memory nodes of the workers.
         memory: bytes of these nodes together, without the buffers of file readers.
-        pace: rates of the machine during a given plan.
+        pace: function that returns the rates of the machine during a step.
     """
 
     nodes: frozenset[NodeId]
@@ -89,7 +90,7 @@ class Reach:
 
 
 def reach_of(machine: Machine, models: Models) -> Reach:
-    """The memory and rates of a real machine as it is now."""
+    """Return the memory and the rates of a real machine in its present state."""
     memory = machine.memory
     workers = [(worker.kind, worker.node) for worker in machine.workers if not worker.aside]
     num_aside = len(machine.workers) - len(workers)

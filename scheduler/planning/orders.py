@@ -1,18 +1,6 @@
-"""Orders in which a recorded step may execute: the candidates among which a planner chooses.
+"""Orders in which a recorded step may execute: the candidates among which a planner chooses (`named` has the table).
 
-An order sorts tasks by some of (group of minibatches, layer group, minibatch, position):
-
-========================  ==========================================================================================================
-``submission``            the submission order
-``eager-update``          the submission order, with updates as early as possible
-``layers``                all minibatches pass a layer group before the next one starts: each weight is loaded once per pass, each gradient
-                          accumulated in one go
-``layers:G``              ``layers`` within groups of G minibatches, one group after another; candidates are G = 2, 4, ...
-``turn:K/8``              ``layers`` far from the loss; the layer groups around it, K eighths of the way out, one minibatch after another, forward
-                          and backward. Activations created there die before they are evicted, if the weights of these groups fit memory together
-``forward``               one minibatch after another forward and through the loss, ``layers`` on the way back. Weights are loaded more often than
-                          in ``layers``; in return activations are evicted throughout the forward pass, when that link is otherwise idle
-========================  ==========================================================================================================
+An order sorts tasks by some of (group of minibatches, layer group, minibatch, position).
 
 Rules: pure and deterministic. Every candidate is a topological order of the plan's predecessors for any graph, because the sorted sequence is
 executed on demand, each task after its missing predecessors. So a wrongly detected structure costs bytes, never correctness.
@@ -30,63 +18,84 @@ from ..core.step_plan import StepPlan
 from .repeated_structure import FIRST, Repetition, repetition
 
 TURNS: Final = 8
-"""Number of steps into which the way from the loss to the ends of the model is divided."""
+"""Number of equal parts into which the layer groups between the loss and the ends of the model are divided."""
 ALWAYS: Final = ("submission", "eager-update", "layers")
 """Orders that every step has."""
 
 _Key = tuple[int, ...]
 
 
-def candidates(plan: StepPlan, found: Repetition | None = None) -> dict[str, list[int]]:
-    """Execution orders of a recorded step, by name.
+def candidates(plan: StepPlan, repeated: Repetition | None = None) -> dict[str, list[int]]:
+    """Return the candidate orders of a recorded step.
 
     Args:
-        found: `repetition` of the plan, if it is known already.
+        plan: the step in submission order.
+        repeated: `repetition` of the plan, if it is already known.
 
     Returns:
         name -> positions of the plan's tasks in order of execution, each position once and after all its predecessors. "submission",
         "eager-update" and "layers" are always present; any other order only if it differs from all before it.
     """
-    found = repetition(plan) if found is None else found
-    groups = [1 << power for power in range(1, (found.num_minibatches - 1).bit_length())]
+    repeated = repetition(plan) if repeated is None else repeated
+    groups = [1 << power for power in range(1, (repeated.num_minibatches - 1).bit_length())]
     orders: dict[str, list[int]] = {}
     for name in (*ALWAYS, *(f"layers:{group}" for group in groups), *(f"turn:{number}/{TURNS}" for number in range(1, TURNS)), "forward"):
-        order = named(plan, found, name)
+        order = named(plan, repeated, name)
         if order is not None and (name in ALWAYS or order not in orders.values()):
             orders[name] = order
     return orders
 
 
-def named(plan: StepPlan, found: Repetition, name: str) -> list[int] | None:
-    """The order of a name, whether or not it is a candidate; it may equal another order. None where the step lacks the structure that the name refers
-    to.
+def named(plan: StepPlan, repeated: Repetition, name: str) -> list[int] | None:
+    """Return the order of that name, whether or not it is a candidate.
+
+    ========================  ======================================================================================================
+    ``submission``            the submission order
+    ``eager-update``          the submission order, with updates as early as possible
+    ``layers``                all minibatches pass a layer group before the next one starts: each weight is loaded once per pass,
+                              each gradient accumulated in one go
+    ``layers:G``              ``layers`` within groups of G minibatches, one group after another; candidates are G = 2, 4, ...
+    ``turn:K/8``              ``layers`` far from the loss; the layer groups around it, K eighths of the way out, one minibatch after
+                              another, forward and backward. Activations created there die before they are evicted, if the weights
+                              of these groups fit memory together
+    ``forward``               one minibatch after another forward and through the loss, ``layers`` on the way back. Weights are
+                              loaded more often than in ``layers``; in return activations are evicted throughout the forward pass,
+                              when that link is otherwise idle
+    ========================  ======================================================================================================
 
     Args:
-        found: `repetition` of the plan.
+        plan: the step in submission order.
+        repeated: `repetition` of the plan.
+        name: name of the order.
+
+    Returns:
+        Positions of the plan's tasks in order of execution, which may equal another order; None if the step lacks the structure that the name
+        refers to.
     """
     if name == "submission":
         return list(range(len(plan.tasks)))
     if name == "eager-update":
-        return arrange(plan, found.updates, lambda position: (position,))
+        return arrange(plan, repeated.updates, lambda position: (position,))
     if name == "layers":
-        return sorted_by_layer_group(plan, found)
+        return sorted_by_layer_group(plan, repeated)
     kind, _, size = name.partition(":")
     if kind == "layers" and size.isdecimal() and int(size):
-        return sorted_by_layer_group(plan, found, group=int(size))
+        return sorted_by_layer_group(plan, repeated, group=int(size))
     eighths = [f"{number}/{TURNS}" for number in range(1, TURNS)]
-    if kind == "turn" and size in eighths and found.turns:
-        return sorted_by_layer_group(plan, found, turn=found.turns[(1 + eighths.index(size)) * len(found.turns) // TURNS])
-    if name == "forward" and found.turns:
-        return sorted_by_layer_group(plan, found, turn=(0, found.turns[0][1]))
+    if kind == "turn" and size in eighths and repeated.turns:
+        return sorted_by_layer_group(plan, repeated, turn=repeated.turns[(1 + eighths.index(size)) * len(repeated.turns) // TURNS])
+    if name == "forward" and repeated.turns:
+        return sorted_by_layer_group(plan, repeated, turn=(0, repeated.turns[0][1]))
     return None
 
 
-def sorted_by_layer_group(plan: StepPlan, found: Repetition, *, group: int | None = None, turn: tuple[int, int] = (0, -1)) -> list[int]:
-    """The order by (group of minibatches, layer group, minibatch, position), with updates as early as possible.
+def sorted_by_layer_group(plan: StepPlan, repeated: Repetition, *, group: int | None = None, turn: tuple[int, int] = (0, -1)) -> list[int]:
+    """Return the order by (group of minibatches, layer group, minibatch, position), with updates as early as possible.
 
     Args:
-        found: `repetition` of the plan.
-        group: minibatches per group; None for one group of all.
+        plan: the step in submission order.
+        repeated: `repetition` of the plan.
+        group: number of minibatches per group; None for one group of all.
         turn: first and last layer group of a range that each minibatch passes as a whole before the next minibatch enters it.
 
     Returns:
@@ -95,22 +104,23 @@ def sorted_by_layer_group(plan: StepPlan, found: Repetition, *, group: int | Non
     low, high = turn
 
     def key(position: int) -> _Key:
-        minibatch = found.minibatch[position]
+        minibatch = repeated.minibatch[position]
         if minibatch < 0:
             return (-1 if minibatch == FIRST else len(plan.tasks), position)
-        layer_group = found.layer_group[found.stage[position]]
+        layer_group = repeated.layer_group[repeated.stage[position]]
         number = minibatch // group if group else 0
         if low <= layer_group <= high:
             return (number, low, minibatch, layer_group, position)
         return (number, layer_group, minibatch, position)
 
-    return arrange(plan, found.updates, key)
+    return arrange(plan, repeated.updates, key)
 
 
 def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key]) -> list[int]:
-    """Execute tasks by ascending key, each after its missing predecessors, and updates at the earliest possible moment.
+    """Order tasks by ascending key, each after its missing predecessors, and updates at the earliest possible position.
 
     Args:
+        plan: the step in submission order.
         updates: for each task, whether it is an update; only updates may follow an update.
         key: sort key of a task's position; keys are distinct.
 
@@ -122,6 +132,7 @@ def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key])
     num_waiting = [len(before) for before in plan.predecessors]
 
     def execute(position: int) -> None:
+        """Append a task, and all updates that become ready."""
         stack = [position]
         while stack:
             task = stack.pop()

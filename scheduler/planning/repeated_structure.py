@@ -1,17 +1,9 @@
-"""The repeated structure of a recorded step: its updates, minibatches, stages and layer groups.
+"""Detection of the repeated structure of a recorded step: its updates, minibatches, stages and layer groups (`Repetition` defines them).
 
-Theory of operation. A training step repeats the same tasks for every minibatch. The program does not declare the repetition; it is found in the
-graph:
-
-- *Updates* are tasks that create at most scalars and are followed by updates only: optimizer tasks, norms of final gradients. In every order but
-  the submitted one an update runs as soon as its predecessors have ended, because the gradient that it consumes then frees its memory.
-- *Minibatches* are the connected components of the other tasks once the edges through data that outlives the step, through copies of inputs and
-  through running sums of equal tasks (accumulated gradients) are cut.
-- The *key* of a task is its codelet and the sources of its operands: a persistent tile, or the key of the task that wrote the operand. Task k of
-  every minibatch has the same key. The first occurrence of a key defines its *stage*.
-- A *layer group* is a run of stages over the same shared tiles. Shared tiles are those that several minibatches touch: weights and gradient
-  accumulators. The group grows while its shared tiles fit the size of the largest one, and takes in later stages over the same tiles if the
-  predecessors of these stages allow it.
+A training step repeats the same tasks for every minibatch. The program does not declare the repetition, so it is inferred from the graph. The *key*
+of a task is its codelet and the sources of its operands: a persistent tile, or the key of the task that wrote the operand. Task k of every minibatch
+has the same key. Minibatches are the connected components that remain once edges are cut through data that outlives the step, through copies of
+inputs, and through running sums of equal tasks (accumulated gradients).
 
 Rules: pure and deterministic. A wrongly detected structure costs bytes, never correctness, because every order of it is executed by dependencies.
 """
@@ -26,7 +18,7 @@ from ..core.records import RW, SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
 
 SCALAR_NBYTES: Final = 4096
-"""A task that creates only temporaries up to this size counts as creating nothing; bytes."""
+"""Size in bytes up to which temporaries count as scalars: a task that creates no larger ones counts as creating nothing."""
 FIRST: Final = -1
 """Minibatch of a task outside every minibatch and without predecessors, such as a copy of inputs."""
 OUTSIDE: Final = -2
@@ -38,12 +30,15 @@ class Repetition:
     """The repeated structure of a step.
 
     Attributes:
-        updates: for each task, whether it is an update.
+        updates: for each task, whether it is an update: it creates at most scalars and is followed by updates only, such as an optimizer task or a
+            norm of final gradients. In every order but "submission" it runs as soon as possible, because it ends the live range of a gradient.
         minibatch: minibatch of each task, from 0; negative outside every minibatch.
-        stage: stage of each task, from 0 in the order of first occurrence; -1 outside every minibatch.
-        layer_group: layer group of each stage, from 0. A stage's predecessors within its minibatch are never in a later group.
+        stage: stage of each task, from 0 in the order of first occurrence; -1 outside every minibatch. Tasks of a stage have equal keys.
+        layer_group: layer group of each stage, from 0: a run of stages over the same shared tiles, which are those that several minibatches touch
+            (weights and gradient accumulators). A group grows while its shared tiles fit the size of the largest one. Later stages over the same
+            tiles join it, unless they depend on a later group within their minibatch.
         turns: ranges (first, last) of layer groups around the loss, from narrow to wide, each within the next.
-        num_minibatches: number of minibatches; 0 where nothing repeats.
+        num_minibatches: number of minibatches; 0 if nothing repeats.
     """
 
     updates: list[bool]
@@ -55,47 +50,48 @@ class Repetition:
 
 
 def repetition(plan: StepPlan) -> Repetition:
-    """Find the updates, minibatches, stages and layer groups of a step."""
+    """Infer the updates, minibatches, stages and layer groups of a step in submission order."""
     shrinking = _shrinking(plan)
     facts = _Facts(plan, shrinking)
-    found = Repetition(facts.updates, facts.minibatches(), [-1] * len(plan.tasks))
-    found.num_minibatches = max(found.minibatch, default=-1) + 1
+    repeated = Repetition(facts.updates, facts.minibatches(), [-1] * len(plan.tasks))
+    repeated.num_minibatches = max(repeated.minibatch, default=-1) + 1
     numbers: dict[int, int] = {}
     first: list[list[int]] = []  # tasks of each stage in the first minibatch that has it
-    for position, minibatch in enumerate(found.minibatch):
+    for position, minibatch in enumerate(repeated.minibatch):
         if minibatch >= 0:
-            stage = found.stage[position] = numbers.setdefault(facts.keys[position], len(numbers))
+            stage = repeated.stage[position] = numbers.setdefault(facts.keys[position], len(numbers))
             if stage == len(first):
                 first.append([])
-            if not first[stage] or found.minibatch[first[stage][0]] == minibatch:
+            if not first[stage] or repeated.minibatch[first[stage][0]] == minibatch:
                 first[stage].append(position)
-    shared = _shared_tiles(plan, found, len(numbers))
-    again = [tasks[0] in facts.again for tasks in first]
-    found.layer_group = _layer_groups(plan, found, first, shared, again)
-    found.turns = _turns(found.layer_group, shared)
-    return found
+    shared = _shared_tiles(plan, repeated, len(numbers))
+    recomputes = [tasks[0] in facts.recomputing for tasks in first]
+    repeated.layer_group = _layer_groups(plan, repeated, first, shared, recomputes)
+    repeated.turns = _turns(repeated.layer_group, shared)
+    return repeated
 
 
 def _shrinking(plan: StepPlan) -> list[bool]:
-    """For each task, whether it has predecessors, creates scalars at most, and is followed by such tasks only."""
+    """Return, for each task, whether it has predecessors, creates at most scalars, and is followed by such tasks only."""
     seen: set[HandleRecord] = set()
     creates = []
     for task in plan.tasks:
         new = [handle for handle, mode in task.accesses if mode != SCRATCH and handle not in seen]
         seen.update(new)
         creates.append(any(handle in plan.owned and handle.size > SCALAR_NBYTES for handle in new))
-    found = [False] * len(plan.tasks)
+    shrinking = [False] * len(plan.tasks)
     for position in reversed(range(len(plan.tasks))):
-        found[position] = bool(plan.predecessors[position]) and not creates[position] and all(found[after] for after in plan.successors[position])
-    return found
+        if plan.predecessors[position] and not creates[position]:
+            shrinking[position] = all(shrinking[after] for after in plan.successors[position])
+    return shrinking
 
 
 @dataclass(slots=True)
 class _Value:
-    """The data that a handle holds at a point of the step.
+    """Data that a handle holds at a point of the step.
 
     Attributes:
-        key: number that equal data of other minibatches shares.
+        key: number shared by equal data of all minibatches.
         writer: position of the task that wrote the data.
         is_constant: whether the data follows from inputs alone.
     """
@@ -106,18 +102,22 @@ class _Value:
 
 
 class _Facts:
-    """One pass over a step in submission order, which finds the keys, the updates and the connected components.
+    """Keys, updates and connected components of a step, from one pass over it in submission order.
+
+    Args:
+        plan: the step.
+        shrinking: for each task, whether it has predecessors, creates at most scalars, and is followed by such tasks only.
 
     Attributes:
         keys: key of each task.
         updates: for each task, whether it is an update.
-        again: positions of recomputations (tasks that repeat an earlier one's work), and of tasks that read their results.
+        recomputing: positions of tasks that repeat an earlier task's work, and of tasks that depend on such results.
     """
 
     def __init__(self, plan: StepPlan, shrinking: Sequence[bool]) -> None:
         self.keys: list[int] = []
         self.updates: list[bool] = []
-        self.again: set[int] = set()
+        self.recomputing: set[int] = set()
         self._owned = plan.owned
         self._shrinking = shrinking
         self._plan = plan
@@ -140,7 +140,7 @@ class _Facts:
             self._join(position, linked)
 
     def minibatches(self) -> list[int]:
-        """Minibatch of each task, as in `Repetition`: connected components that share a key with another component."""
+        """Return `Repetition.minibatch`: minibatches are the connected components that share a key with another component."""
         components: dict[int, set[int]] = {}
         roots = [self._find(position) for position in range(len(self.keys))]
         inside = [not update and position not in self._constant for position, update in enumerate(self.updates)]
@@ -148,12 +148,12 @@ class _Facts:
             if inside[position]:
                 components.setdefault(key, set()).add(roots[position])
         repeated = {root for each in components.values() if len(each) > 1 for root in each}
-        number = {root: at for at, root in enumerate(sorted(repeated))}
+        number = {root: index for index, root in enumerate(sorted(repeated))}
         outside = [OUTSIDE if before else FIRST for before in self._plan.predecessors]
-        return [number.get(root, outside[at]) if inside[at] else outside[at] for at, root in enumerate(roots)]
+        return [number.get(root, outside[position]) if inside[position] else outside[position] for position, root in enumerate(roots)]
 
     def _enter(self, position: int) -> list[int]:
-        """Find a task's key, and whether it may be an update; returns the positions of earlier tasks in the same component."""
+        """Set a task's key and whether it may be an update; return the positions of earlier tasks of the same component."""
         task = self._plan.tasks[position]
         reads = [(handle, self._values.get(handle)) for handle, mode in task.accesses if mode == R]
         origins: list[object] = [task.name]
@@ -165,25 +165,25 @@ class _Facts:
         key = self._number((times, *origins))
         self.keys.append(key)
         writers = [value.writer for _, value in reads if value is not None and not value.is_constant]
-        if times or any(writer in self.again for writer in writers):
-            self.again.add(position)
+        if times or any(writer in self.recomputing for writer in writers):
+            self.recomputing.add(position)
         if all(value.is_constant if value is not None else handle.kind == "input" for handle, value in reads) and not self._writes_shared(position):
             self._constant.add(position)
         self.updates.append(self._is_update(position, reads))
         linked = writers + self._continued(position)
-        for at, (handle, mode) in enumerate(task.accesses):
+        for index, (handle, mode) in enumerate(task.accesses):
             if mode not in (R, SCRATCH):
-                self._values[handle] = _Value(self._number((key, at)), position, position in self._constant)
+                self._values[handle] = _Value(self._number((key, index)), position, position in self._constant)
         return linked
 
     def _is_update(self, position: int, reads: Sequence[tuple[HandleRecord, _Value | None]]) -> bool:
-        """Whether the task is shrinking and no minibatch's contribution to a gradient; a contribution reads data of a task that is not shrinking."""
+        """Whether the task is shrinking and does not add a minibatch's contribution to a gradient, which a task that is not shrinking computes."""
         if not self._shrinking[position] or self._writes_shared(position):
             return self._shrinking[position]
         return all(value is None or value.is_constant or handle in self._gradients or self._shrinking[value.writer] for handle, value in reads)
 
     def _join(self, position: int, linked: Sequence[int]) -> None:
-        """Merge the components of a task and of the tasks whose results it reads or continues to sum."""
+        """Merge the component of a task with those of the earlier tasks `linked` to it."""
         if self.updates[position]:
             return
         for writer in linked:
@@ -192,40 +192,43 @@ class _Facts:
                 self._parent[max(one, other)] = min(one, other)
 
     def _continued(self, position: int) -> list[int]:
-        """The writers of unfinished results that this task updates, except where both tasks add contributions of one kind."""
+        """Return the last writers of the data that this task adds to, unless both tasks add contributions of one kind."""
         if self._shrinking[position]:
             return []
-        found = []
+        writers = []
         for handle, mode in self._plan.tasks[position].accesses:
             value = self._values.get(handle) if mode == RW and handle not in self._gradients else None
             if value is not None and not self._shrinking[value.writer] and self.keys[value.writer] != self.keys[position]:
-                found.append(value.writer)
-        return found
+                writers.append(value.writer)
+        return writers
 
     def _writes_shared(self, position: int) -> bool:
+        """Whether the task writes data that outlives the step."""
         return any(mode not in (R, SCRATCH) and handle not in self._owned for handle, mode in self._plan.tasks[position].accesses)
 
     def _number(self, origins: tuple[object, ...]) -> int:
+        """Return the number of a key, a new one at its first occurrence."""
         return self._numbers.setdefault(origins, len(self._numbers))
 
     def _find(self, position: int) -> int:
+        """Return the root of a task's component."""
         parent = self._parent
         while parent[position] != position:
             parent[position] = position = parent[parent[position]]
         return position
 
 
-def _shared_tiles(plan: StepPlan, found: Repetition, num_stages: int) -> list[dict[HandleRecord, None]]:
-    """For each stage, the tiles it touches that several minibatches touch."""
+def _shared_tiles(plan: StepPlan, repeated: Repetition, num_stages: int) -> list[dict[HandleRecord, None]]:
+    """Return, for each stage, those of its tiles that several minibatches touch."""
     owner: dict[HandleRecord, int] = {}
     shared: set[HandleRecord] = set()
-    for minibatch, task in zip(found.minibatch, plan.tasks, strict=True):
+    for minibatch, task in zip(repeated.minibatch, plan.tasks, strict=True):
         if minibatch >= 0:
             for handle, mode in task.accesses:
                 if mode != SCRATCH and owner.setdefault(handle, minibatch) != minibatch:
                     shared.add(handle)
     tiles: list[dict[HandleRecord, None]] = [{} for _ in range(num_stages)]
-    for stage, task in zip(found.stage, plan.tasks, strict=True):
+    for stage, task in zip(repeated.stage, plan.tasks, strict=True):
         if stage >= 0:
             tiles[stage].update((handle, None) for handle, mode in task.accesses if mode != SCRATCH and handle in shared)
     return tiles
@@ -233,27 +236,30 @@ def _shared_tiles(plan: StepPlan, found: Repetition, num_stages: int) -> list[di
 
 def _layer_groups(
     plan: StepPlan,
-    found: Repetition,
+    repeated: Repetition,
     first: Sequence[Sequence[int]],
     shared: Sequence[Mapping[HandleRecord, None]],
-    again: Sequence[bool],
+    recomputes: Sequence[bool],
 ) -> list[int]:
-    """Layer group of each stage.
+    """Return the layer group of each stage.
 
     Args:
+        plan: the step.
+        repeated: minibatches and stages of the step.
         first: positions of each stage's tasks in one minibatch.
         shared: shared tiles of each stage.
-        again: for each stage, whether it recomputes; such a stage never joins the layer group of the original.
+        recomputes: for each stage, whether it recomputes; such a stage never joins the layer group of the original.
     """
     limit = max((handle.size for tiles in shared for handle in tiles), default=0)
     groups: list[int] = []
     tiles_of: list[set[HandleRecord]] = [set()]
     group_of: dict[HandleRecord, int] = {}
     for stage, tiles in enumerate(shared):
-        before = (found.stage[p] for at in first[stage] for p in plan.predecessors[at] if found.minibatch[p] == found.minibatch[at])
+        edges = ((task, before) for task in first[stage] for before in plan.predecessors[task])
+        before = (repeated.stage[source] for task, source in edges if repeated.minibatch[source] == repeated.minibatch[task])
         earliest = max((groups[each] for each in before if 0 <= each < stage), default=0)
         known = {group_of.get(handle, -1) for handle in tiles}
-        group = known.pop() if len(known) == 1 and not again[stage] else -1
+        group = known.pop() if len(known) == 1 and not recomputes[stage] else -1
         if group < earliest:
             group = len(tiles_of) - 1
             if tiles and tiles_of[group] and sum(handle.size for handle in tiles_of[group].union(tiles)) > limit:
@@ -266,7 +272,7 @@ def _layer_groups(
 
 
 def _turns(groups: Sequence[int], shared: Sequence[Mapping[HandleRecord, None]]) -> list[tuple[int, int]]:
-    """Ranges of layer groups around the loss, each from the first to the last use of some shared tile, from narrow to wide, each within the next."""
+    """Return nested ranges of layer groups around the loss, from narrow to wide, each from the first to the last use of some shared tile."""
     used: dict[HandleRecord, tuple[int, int]] = {}
     for group, tiles in zip(groups, shared, strict=True):
         for handle in tiles:

@@ -1,7 +1,4 @@
-"""House English: phrases that a stranger stumbles over do not come back in docstrings, comments, strings and pages.
-
-`prose_to_do.txt` lists the files that still have some. It may only shrink: a file that has none any more leaves it.
-"""
+"""House English: phrases that a stranger stumbles over do not come back in docstrings, comments, strings and pages."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import pytest
 from support.prose import findings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-LIST: Final = Path(__file__).with_name("prose_to_do.txt")
 SOURCES: Final = ("scheduler", "tiles", "nntask", "wrappers", "examples")
 PAGES: Final = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages at the root; each folder of `SOURCES`, `benchmarks` and `tests` may have a README.md, too."""
@@ -26,13 +22,10 @@ def files() -> list[Path]:
 
 
 def test_phrases_of_house_english() -> None:
-    """A file outside the list has no phrase to rewrite, and a file of the list has one."""
-    to_do = set(LIST.read_text().split())
-    found = {str(path.relative_to(ROOT)): findings(path) for path in files()}
-    new = [f"{name}:{each.line}: {each.remedy}: {each.text}" for name in found.keys() - to_do for each in found[name]]
-    assert not new, "write house English:\n" + "\n".join(sorted(new))
-    done = sorted(name for name in to_do if not found.get(name))
-    assert not done, f"these files are done; take them out of {LIST.name}:\n" + "\n".join(done)
+    """No file has a phrase to rewrite."""
+    phrases = ((path.relative_to(ROOT), each) for path in files() for each in findings(path))
+    lines = [f"{name}:{each.line}: {each.remedy}: {each.text}" for name, each in phrases]
+    assert not lines, "write house English:\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -234,14 +234,14 @@ class Admission:
 
     def _reserve_backing(self, handles: Sequence[HandleRecord], order: int, actions: list[Action]) -> bool:
         """Reserve the backing replicas of the results of the task of that `order`, all or none."""
-        made: list[Replica] = []
+        reserved: list[Replica] = []
         for handle in handles:
             if coherence.wants_backing(handle, W, self._last):
                 if not self._replicas.reserve_backing(handle, order, actions):
-                    for backing in made:
+                    for backing in reserved:
                         self._replicas.release_backing(backing, actions)
                     return False
-                made.append(handle.replicas[self._last])
+                reserved.append(handle.replicas[self._last])
         return True
 
     def _start_copies(self, task: Task, actions: list[Action]) -> None:

@@ -175,10 +175,10 @@ class ExtentAllocator:
     def _best_fit(self, size: int, above: bool) -> int | None:
         """Allocate in the smallest sufficient hole on one side of the gap: at its bottom below the gap, at its top above."""
         by_size = self._by_size[above]
-        at = bisect_left(by_size, (size, -1))
-        if at == len(by_size):
+        index = bisect_left(by_size, (size, -1))
+        if index == len(by_size):
             return None
-        hole, offset = by_size.pop(at)
+        hole, offset = by_size.pop(index)
         del self._starts[offset], self._ends[offset + hole]
         rest = hole - size
         if not rest:

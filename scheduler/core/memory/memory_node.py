@@ -150,11 +150,11 @@ class MemoryNode:
     def pack(self) -> list[tuple[Replica, int]]:
         """Place all replicas side by side from the start of the memory; return those that moved, in order, with their former offsets."""
         moved: list[tuple[Replica, int]] = []
-        kept = [replica for _, replica in sorted(self.starts.items())]
+        replicas = [replica for _, replica in sorted(self.starts.items())]
         self.starts.clear()
         self.ends.clear()
         end = 0
-        for replica in kept:
+        for replica in replicas:
             if replica.offset != end:
                 moved.append((replica, replica.offset))
                 replica.offset = end

@@ -242,16 +242,16 @@ class Lookahead:
         order = replicas.foresight.order
         for replay in tuple(replicas.foresight.replays):
             returns = self._returns_of(replay)
-            number, at = self._returned.get(replay, (replay.number, 0))
-            at = at if number == replay.number else 0
-            while at < len(returns):
-                begin, position = returns[at]
+            number, index = self._returned.get(replay, (replay.number, 0))
+            index = index if number == replay.number else 0
+            while index < len(returns):
+                begin, position = returns[index]
                 if replay.first_order + begin > order or not self._fetch_returning(replay, position, limit, actions):
-                    self._returned[replay] = replay.number, at
+                    self._returned[replay] = replay.number, index
                     return
                 limit = self._most - replicas.copies.num_arriving(self.node)
-                at += 1
-            self._returned[replay] = replay.number, at
+                index += 1
+            self._returned[replay] = replay.number, index
 
     def _returns_of(self, replay: Replay) -> Sequence[tuple[int, int]]:
         """Return the entries of `Replay.returns` for this node."""

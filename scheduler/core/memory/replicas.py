@@ -53,24 +53,8 @@ class Replicas:
     """
 
     __slots__ = (
-        "broken",
-        "candidates",
-        "changed",
-        "copies",
-        "eviction",
-        "foresight",
-        "has_several",
-        "held",
-        "last",
-        "missed",
-        "nodes",
-        "num_cold",
-        "num_evictions",
-        "num_files",
-        "num_released",
-        "readers",
-        "reservations",
-        "wanted",
+        "broken", "candidates", "changed", "copies", "eviction", "foresight", "has_several", "held", "last", "missed", "nodes", "num_cold",
+        "num_evictions", "num_files", "num_released", "readers", "reservations", "wanted",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], foresight: Foresight, eviction: EvictionPolicy) -> None:

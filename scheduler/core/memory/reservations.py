@@ -171,16 +171,16 @@ class Reservations:
         Raises:
             InvalidEvent: they differ.
         """
-        kept = sum(handle.size for handle in self._promised)
+        lasting = sum(handle.size for handle in self._promised)
         ahead = 0
         for backing in backings:
             if not _is_temporary(backing.handle):
-                kept += backing.handle.size
+                lasting += backing.handle.size
             elif backing.is_ahead:
                 ahead += backing.handle.size
-        if (kept, ahead) != (self.kept, self.ahead):
+        if (lasting, ahead) != (self.kept, self.ahead):
             raise InvalidEvent(
-                f"node {self.node.name} keeps {kept} B and holds {ahead} B made ahead of their time, but {self.kept} and {self.ahead} were counted"
+                f"node {self.node.name} keeps {lasting} B and holds {ahead} B made ahead of their time, but {self.kept} and {self.ahead} were counted"
             )
 
 

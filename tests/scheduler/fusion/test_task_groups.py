@@ -73,7 +73,7 @@ def test_blocks_of_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = graph.plan()
     found = grouped(plan, 2)
     assert [list(group.tasks) for group in found[:2]] == [[0, 1, *heads], [0, 1, *other]]
-    assert [set(group.again) for group in found[:2]] == [set(), {0, 1}]
+    assert [set(group.clones) for group in found[:2]] == [set(), {0, 1}]
     assert len(found) == 5
     assert tasks_of(plan, 1) == [list(range(len(plan.tasks)))]
     assert [len(tasks) for tasks in tasks_of(plan, 4)][:4] == [3, 3, 5, 5]
@@ -105,7 +105,7 @@ def test_who_reads_what_is_made_again() -> None:
     middle = [graph.task(first) for _ in range(2)]
     graph.task(middle[1], first)
     found = grouped(graph.plan(), 2)
-    assert [(list(group.tasks), set(group.again)) for group in found] == [([0, 1], set()), ([0, 2, 3], {0})]
+    assert [(list(group.tasks), set(group.clones)) for group in found] == [([0, 1], set()), ([0, 2, 3], {0})]
 
 
 def test_what_groups_make_again_is_counted() -> None:
@@ -140,7 +140,7 @@ def test_tasks_that_make_again_in_part_count_with_their_share() -> None:
         raise AssertionError("nothing lies inside")
 
     for others, count, share in ((set[int](), 2, 0.3), ({2}, 3, 1.9 / 3)):
-        fused = join(plan, [[0], [1], [2]], set(), no_scratch, {}, again=others)
+        fused = join(plan, [[0], [1], [2]], set(), no_scratch, {}, clones=others)
         assert (fused.num_clones, fused.clone_share) == (count, pytest.approx(share))
 
 
@@ -207,9 +207,9 @@ def test_random_steps(seed: int) -> None:
     plan = runtime.plan
     for num_workers in (1, 2, 4):
         groups = grouped(plan, num_workers)
-        assert sorted(at for group in groups for at in group.tasks if at not in group.again) == list(range(len(plan.tasks)))
-        where = {at: number for number, group in enumerate(groups) for at in group.tasks if at not in group.again}
+        assert sorted(at for group in groups for at in group.tasks if at not in group.clones) == list(range(len(plan.tasks)))
+        where = {at: number for number, group in enumerate(groups) for at in group.tasks if at not in group.clones}
         for number, group in enumerate(groups):
-            own = {at for at in group.tasks if at in group.again}
+            own = {at for at in group.tasks if at in group.clones}
             for at in group.tasks:
                 assert all(each in own or where[each] <= number for each in plan.predecessors[at])
