@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nntask import UsageError
 from wrappers.cli import guarded, run_train
+from wrappers.cli.options import table_of, typed_text, unknown
 
 if TYPE_CHECKING:
     from nntask.config import RunConfig
@@ -80,9 +81,10 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     words = [word.partition("=") if word.startswith("--") else (word, "", "") for word in argv]
     args, rest = parser().parse_known_args([(name.replace("_", "-") if name.startswith("--") else name) + "".join(end) for name, *end in words])
+    check_names(rest)
     check_warm_up(args, rest)
     check_devices(args, rest)
-    lanes, dtype, attention = (typed(rest, name) for name in ("lanes", "dtype", "attention"))
+    lanes, dtype, attention = (typed_text(rest, name) for name in ("lanes", "dtype", "attention"))
     if args.redux and lanes not in (None, "4"):
         raise UsageError(f"--redux means --lanes 4, got --lanes {lanes}; drop --redux")
     if args.fp32_fast_tf32 and dtype not in (None, "auto", "fp32", "tf32"):
@@ -92,6 +94,22 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.flashattention and attention == "stored":
         raise UsageError("--flashattention stores no scores, and --attention stored does; drop one of them")
     return args, rest
+
+
+def check_names(rest: Sequence[str]) -> None:
+    """Check that the flags among other words are flags of ``nntask train``.
+
+    Raises:
+        UsageError: one is not; the message suggests the most similar flags of NNTile and of nntask.
+    """
+    from nntask.config import TrainSettings
+
+    theirs = {*table_of(TrainSettings), "config", "help-all"}
+    ours = {option.removeprefix("--") for action in parser()._actions for option in action.option_strings}
+    for word in rest:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if word.startswith("--") and word != "--" and not {name, name.removeprefix("no-")} & theirs:
+            raise unknown(name, text if equals else typed_text(rest, name), sorted(theirs | ours), f"flag --{name}", "--help")
 
 
 def check_warm_up(args: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -108,7 +126,7 @@ def check_warm_up(args: argparse.Namespace, rest: Sequence[str]) -> None:
     if start and full is None:
         raise UsageError(f"--start-lr {start:g} is where the warm-up of --full-lr-iter begins; add --full-lr-iter, or drop --start-lr")
     for name, nothing in (("warmup-steps", "0"), ("warmup-start-lr", None)):
-        value = typed(rest, name)
+        value = typed_text(rest, name)
         if full is not None and value not in (None, nothing):
             raise UsageError(f"--full-lr-iter {full} and --{name} {value} are both warm-ups; drop one of them")
 
@@ -119,23 +137,13 @@ def check_devices(args: argparse.Namespace, rest: Sequence[str]) -> None:
     Raises:
         UsageError: they contradict each other.
     """
-    ngpu, sim_gpu = typed(rest, "ngpu"), typed(rest, "sim-gpu")
+    ngpu, sim_gpu = typed_text(rest, "ngpu"), typed_text(rest, "sim-gpu")
     count = None if ngpu is None else ngpu.partition("x")[0]
     simulated = sim_gpu is not None and sim_gpu.partition("@")[0] != "0"
     if args.restrict == "cuda" and (count == "0" or simulated):
         raise UsageError(f"--restrict=cuda needs a GPU, and {f'--sim-gpu {sim_gpu}' if simulated else f'--ngpu {ngpu}'} uses none; drop one of them")
     if args.restrict == "cpu" and count not in (None, "0"):
         raise UsageError(f"--restrict=cpu uses no GPU, got --ngpu {ngpu}; drop one of them")
-
-
-def typed(rest: Sequence[str], name: str) -> str | None:
-    """Return the last value of a flag among words; None without the flag."""
-    value = None
-    for word, following in zip(rest, [*rest, ""][1:], strict=True):
-        flag, equals, text = word.partition("=")
-        if flag == f"--{name}":
-            value = text if equals else following
-    return value
 
 
 def translated(args: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -153,7 +161,7 @@ def translated(args: argparse.Namespace, rest: Sequence[str], environ: Mapping[s
         words.append(f"--nepochs={args.nepochs + args.nepochs_warmup}")
     if args.restrict == "cpu":
         words.append("--ngpu=0")
-    if args.restrict == "cuda" and typed(rest, "ngpu") is None and (environ.get("NNTASK_NGPU") or environ.get("STARPU_NCUDA") or "0") == "0":
+    if args.restrict == "cuda" and typed_text(rest, "ngpu") is None and (environ.get("NNTASK_NGPU") or environ.get("STARPU_NCUDA") or "0") == "0":
         words.append("--ngpu=-1")
     words += ["--attention=stored"] * (args.flashattention is False) + ["--lanes=4"] * args.redux + ["--dtype=tf32"] * args.fp32_fast_tf32
     return [*rest, *words]
@@ -198,8 +206,11 @@ class Training:
             raise UsageError("timed loops and saved files are of one machine; drop --dask, or train with nntask train")
         if (weights or optimizer) and (run.start.is_continued or run.start.frozen_base is not None):
             raise UsageError(f"{weights or optimizer} and --resume or --train both say where to begin; drop one of them, or use --init-from")
-        for path, _ in self.outputs.values():
-            check_state_file(Path(path), force=True)
+        paths = [Path(path) for path, _ in self.outputs.values()]
+        for path in paths:
+            check_state_file(path, force=False, instead="remove it")
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise UsageError(f"--save-checkpoint and --save-optimizer must name two files, got {paths[0]} for both; name another one")
         length = replace(run.length, warmup_epochs=self.args.nepochs_warmup)
         if not self.trains and not run.start.is_continued:
             length = replace(length, steps=0, epochs=0)
@@ -236,11 +247,11 @@ class Training:
 
     @contextmanager
     def around(self, session: Session) -> Iterator[None]:
-        """Run the timed loops before the training of a new run, and write the files after the last step, unless a signal arrived."""
+        """Run the timed loops before the training of a new run, and write the files after the last step, unless a signal came before it."""
         if session.run.start.resumed is None and self.num_passes:
             self._time(session)
         yield
-        if not session.interrupts.pending():
+        if not session.interrupts.cut_short:
             self._save(session)
 
     def _time(self, session: Session) -> None:
@@ -283,6 +294,7 @@ class Training:
         for name, (path, dtype) in self.outputs.items():
             tensors = session.engine.model_tensors() if name == "checkpoint" else session.engine.optimizer_tensors()
             save_tensors(path, tensors, dtype=STORAGE[dtype], finite=True)
+            session.printer.say(f"saved {path}")
 
 
 def seconds_of(action: Callable[[], None], warmup: int, count: int, stopped: Callable[[], bool]) -> float | None:
@@ -302,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
 
     def train() -> int:
         args, rest = parsed(argv)
-        training = Training(args, trains=typed(rest, "steps") is not None or bool(args.nepochs + args.nepochs_warmup))
+        training = Training(args, trains=typed_text(rest, "steps") is not None or bool(args.nepochs + args.nepochs_warmup))
         training.trains |= not training.num_passes
         try:
             return run_train(translated(args, rest, os.environ), changed=training.changed, around=training.around)

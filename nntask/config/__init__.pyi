@@ -1,9 +1,9 @@
 from .cluster import ClusterSpec, check_plain, check_shared
 from .disk import disk_of, has_size
-from .environment import flags_from, unknown_variables
+from .environment import flags_from, unknown_variables, variables_listed
 from .init_from import InitialModel, brings_config, initial_model
 from .objective import image_shape, with_head
-from .old_settings import OLD_SETTINGS, instead, lost, translated
+from .old_settings import OLD_SETTINGS, instead, lost, replaced, translated
 from .resolution import TINY, resolve, resolve_untiled, sized
 from .run_config import LanguageRun, OptimizerSpec, RunConfig
 from .settings import (
@@ -15,6 +15,7 @@ from .settings import (
     ObserveSettings,
     OptimizerSettings,
     ResourceSettings,
+    Suffix,
     TilingSettings,
     TrainSettings,
     flag_of,
@@ -42,6 +43,7 @@ __all__ = [
     "OptimizerSpec",
     "ResourceSettings",
     "RunConfig",
+    "Suffix",
     "TilingSettings",
     "TrainSettings",
     "brings_config",
@@ -66,6 +68,7 @@ __all__ = [
     "open_tiles",
     "parse_rate",
     "parse_size",
+    "replaced",
     "resolve",
     "resolve_untiled",
     "retiled",
@@ -74,5 +77,6 @@ __all__ = [
     "translated",
     "typed",
     "unknown_variables",
+    "variables_listed",
     "with_head",
 ]

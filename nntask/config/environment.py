@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from .settings import flag_of
+
+_PREFIX: Final = "NNTASK_"
+_LIKENESS: Final = 0.75
+"""Smallest similarity, from 0 to 1, of two names after the prefix of which one may be meant instead of the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -62,13 +68,20 @@ def flags_from(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each NNTASK_* variable that nothing reads."""
-    known = [v.name for v in VARIABLES]
+    known = [v.name.removeprefix(_PREFIX) for v in VARIABLES if v.name.startswith(_PREFIX)]
     sentences = []
     for name in sorted(environ):
-        if name.startswith("NNTASK_") and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            sentences.append(f"{name} is set but nothing reads it" + (f"; did you mean {near[0]}?" if near else ""))
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in known:
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, _LIKENESS)
+            advice = f"did you mean {_PREFIX}{near[0]}?" if near else "nntask train --help-all lists the variables"
+            sentences.append(f"{name} is set but nothing reads it; {advice}")
     return sentences
+
+
+def variables_listed() -> str:
+    """Return the variables that set flags, with their flags, as one line of help."""
+    names = ", ".join(f"{v.name} ({flag_of(v.flag.replace('-', '_'))})" for v in VARIABLES if v.flag)
+    return f"Environment variables that override a TOML file: {names}. Other flags have none."
 
 
 def cache_directory() -> Path:

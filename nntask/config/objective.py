@@ -17,8 +17,9 @@ from ..errors import DataError, UsageError
 from ..models.bert import SINGLE_LABEL
 from ..models.config_checks import LARGEST_CLASSES
 from ..models.interface import LanguageConfig, ModelConfig
-from .settings import DataSettings, TrainSettings
+from .settings import DataSettings, TrainSettings, flag_of
 
+SHARE: Final = flag_of("mask_probability")
 USUAL_MASK: Final = 0.15
 _WITHOUT: Final = {
     "causal": "predicts the next token",
@@ -35,7 +36,7 @@ def check_objective(data: DataSettings) -> None:
         UsageError: a value breaks its rule.
     """
     if not 0.0 < data.mask_probability < 1.0:
-        raise UsageError(f"SHARE in --objective must be above 0 and below 1, got {data.mask_probability:g}; for example masked:{USUAL_MASK}")
+        raise UsageError(f"{SHARE} must be above 0 and below 1, got {data.mask_probability:g}; for example masked:{USUAL_MASK}")
 
 
 def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
@@ -102,7 +103,7 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
     if data.chat_template and form != "chat":
         raise UsageError(f"--chat-template {data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it")
     if form == "pairs" and data.mask_probability != USUAL_MASK:
-        raise UsageError(f"--objective seq2seq:{data.mask_probability:g} hides spans of plain texts, got pairs; use --objective seq2seq")
+        raise UsageError(f"{SHARE} is for plain texts, in which seq2seq hides spans, got {data.mask_probability:g} with pairs; drop it")
     if kind == "seq2seq":
         data = replace(data, target_len=_target_len(settings, form, config))
     if kind != "causal":
@@ -131,9 +132,7 @@ def _check_flags(settings: TrainSettings, kind: Kind) -> None:
     data, run = settings.data, settings.run
     what = f"a model that {_WITHOUT[kind]}"
     if data.mask_probability != USUAL_MASK and kind not in ("masked", "seq2seq"):
-        raise UsageError(
-            f"--objective {kind}:{data.mask_probability:g} hides tokens, which is for masked and seq2seq, got {what}; use --objective {kind}"
-        )
+        raise UsageError(f"{SHARE} is for masked and seq2seq, which hide tokens, got {data.mask_probability:g} with --objective {kind}; drop it")
     if data.target_len is not None and kind != "seq2seq":
         raise UsageError(f"--target-len {data.target_len} is for --objective seq2seq, got {what}; drop it")
     if data.document_boundaries and kind not in ("causal", "masked"):

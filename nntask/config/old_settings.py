@@ -43,7 +43,7 @@ _OLD: Final[Mapping[str, Old]] = {
     "nforward_warmup": Old(int, 0, f"for timed loops {_EXAMPLE}"),
     "nbackward": Old(int, 0, f"for timed loops {_EXAMPLE}"),
     "nbackward_warmup": Old(int, 0, f"for timed loops {_EXAMPLE}"),
-    "restrict": Old(Literal["none", "cpu", "cuda"], "none", "use --ngpu -1 to require a GPU, or --ngpu 0 to use none"),
+    "restrict": Old(Literal["none", "cpu", "cuda"], "none", "use --ngpu 0 for no GPU, or --ngpu -1 for all GPUs, of which there must be one"),
     "strict": Old(bool, False, "use --ncpu 0, which refuses tasks that no GPU can run"),
     "load_checkpoint": Old(str, "", "use --init-from, which takes a safetensors file of weights, too"),
     "save_checkpoint": Old(str, "", f"{_EXPORT} RUN FILE --format weights"),
@@ -52,6 +52,13 @@ _OLD: Final[Mapping[str, Old]] = {
     "save_optimizer": Old(str, "", f"{_EXPORT} RUN FILE --format optimizer"),
     "save_optimizer_dtype": Old(_StorageDtype, "fp32", "use nntask export --dtype"),
 }
+_OF_VALUE: Final[Mapping[tuple[str, str], str]] = {
+    ("restrict", "cpu"): "use --ngpu 0, for no GPU",
+    ("restrict", "cuda"): "use --ngpu -1, for all GPUs, of which there must be one",
+    ("gpu_attention", "cudnn"): "use --attention cudnn",
+    ("gpu_attention", "auto"): "use --attention auto",
+}
+"""(old setting, its value) -> replacement of the flag with this value, instead of `Old.instead`."""
 OLD_SETTINGS: Final[Mapping[str, Any]] = {name: old.kind for name, old in _OLD.items()}
 """Name of an old setting -> type of its values."""
 _WORDS: Final = {"1": "true", "yes": "true", "0": "false", "no": "false"}
@@ -73,7 +80,7 @@ def instead(name: str, text: str | None) -> str | None:
     if old.kind is bool:
         word = (text or "true").lower()
         text = "false" if name != positive else _WORDS.get(word, word)
-    return "drop it" if text in _words_of(old.without_effect) else old.instead
+    return "drop it" if text in _words_of(old.without_effect) else _OF_VALUE.get((positive.replace("-", "_"), text or ""), old.instead)
 
 
 def _words_of(value: Any) -> tuple[str, ...]:
@@ -91,7 +98,7 @@ def translated(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     Raises:
         UsageError: an old setting contradicts another one.
     """
-    asked = {name: values[name] for name, old in _OLD.items() if name in values and values[name] != old.without_effect}
+    asked = _with_effect(values)
     if asked.get("full_lr_iter", 1) < 1:
         raise UsageError(f"full_lr_iter in {source} must be at least 1, got {asked['full_lr_iter']}; the nearest legal value is 1")
     new = {name: value for name, value in values.items() if name not in _OLD}
@@ -105,6 +112,22 @@ def translated(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     if "nepochs_warmup" in asked:
         new["nepochs"] = new.get("nepochs", 0) + asked["nepochs_warmup"]
     return new
+
+
+def replaced(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the present settings that `translated` takes from old ones: name -> name of the old one."""
+    asked = _with_effect(values)
+    names = {name: old for old, name, value in _replacements(asked, values) if name not in _IMPLIED and values.get(name) != value}
+    if names.get("warmup_start_lr") and "start_lr" in values:
+        names["warmup_start_lr"] = "start_lr"
+    if "nepochs_warmup" in asked and not values.get("nepochs"):
+        names["nepochs"] = "nepochs_warmup"
+    return names
+
+
+def _with_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the old settings in `values` that ask for something."""
+    return {name: values[name] for name, old in _OLD.items() if name in values and values[name] != old.without_effect}
 
 
 _UNSET: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -287,21 +287,25 @@ class Suffix(NamedTuple):
         separator: text between the value and the part.
         name: word for the part in messages.
         example: value of the flag that may have the part.
+        condition: condition under which the example may be used, as the end of a sentence; "" for none.
+        without: values of the flag that have no part.
     """
 
     flag: str
     separator: str
     name: str
     example: str
+    condition: str = ""
+    without: tuple[str, ...] = ()
 
 
 SUFFIXES: Final[Mapping[str, Suffix]] = {
-    "sim_bandwidth": Suffix("sim_gpu", "@", "RATE", "1"),
-    "split_gpu": Suffix("ngpu", "x", "PARTS", "1"),
-    "link_bandwidth": Suffix("transport", "@", "RATE", "dask"),
+    "sim_bandwidth": Suffix("sim_gpu", "@", "RATE", "1", without=("0",)),
+    "split_gpu": Suffix("ngpu", "x", "PARTS", "1", without=("0",)),
+    "link_bandwidth": Suffix("transport", "@", "RATE", "dask", without=("nccl",)),
     "trace": Suffix("trace_steps", "@", "FILE", "all"),
     "tile_table": Suffix("auto_tile", "@", "FILE", "table"),
-    "mask_probability": Suffix("objective", ":", "SHARE", "masked"),
+    "mask_probability": Suffix("objective", ":", "SHARE", "masked", "with a model such as bert-tiny, or drop it", ("causal", "classify")),
 }
 """Settings without a flag of their own."""
 

@@ -5,6 +5,7 @@ Texts are encoded once into token files, and rows of JSON lines into row files; 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import shlex
 from collections.abc import Callable
@@ -91,10 +92,10 @@ def check_spec(spec: DataSpec) -> None:
         DataError: a named file does not exist, or a package is missing.
     """
     if spec.dataset not in DATASETS:
-        raise UsageError(
-            f"--dataset {spec.dataset} is not available: this version reads {', '.join(DATASETS)}; "
-            "save the texts as files and use --dataset text --dataset-path DIR"
-        )
+        near = difflib.get_close_matches(spec.dataset.lower(), [name.lower() for name in DATASETS], 1)
+        name = next((name for name in DATASETS if name.lower() in near), None)
+        advice = f"did you mean {name}?" if name else "save the texts as files and use --dataset text --dataset-path DIR"
+        raise UsageError(f"--dataset {spec.dataset} is not available: this version reads {', '.join(DATASETS)}; {advice}")
     if spec.dataset not in ("stdlib", WIKITEXT) and not spec.path:
         raise UsageError(f"--dataset {spec.dataset} needs --dataset-path, a file or a directory; add it")
     if spec.dataset == "stdlib" and spec.path:

@@ -104,7 +104,7 @@ def check_apart(path: Path, source: Path, what: str = "the source") -> None:
         raise UsageError(f"{path} must not be, contain or lie in {source}, which is {what}; name another place")
 
 
-def check_new_file(path: Path, kind: str, is_kind: Callable[[Path], bool], *, force: bool) -> None:
+def check_new_file(path: Path, kind: str, is_kind: Callable[[Path], bool], *, force: bool, instead: str = "replace it with --force") -> None:
     """Check that a file is new, or with `force` one of its kind, and that it can be written.
 
     Args:
@@ -112,13 +112,14 @@ def check_new_file(path: Path, kind: str, is_kind: Callable[[Path], bool], *, fo
         kind: name of the kind in error messages, such as "a GGUF file".
         is_kind: function that returns whether an existing file is of the kind.
         force: whether to replace an existing file.
+        instead: alternative to naming another file, for the error message if the file exists.
 
     Raises:
         UsageError: the file exists and is a link, of another kind, or not to be replaced; or it cannot be written.
     """
     if os.path.lexists(path):
         if not force:
-            raise UsageError(f"{path} exists; name another file, or replace it with --force")
+            raise UsageError(f"{path} exists; name another file, or {instead}")
         if path.is_symlink() or not is_kind(path):
             raise UsageError(f"{path} exists and is not {kind}, the only kind overwritten; name another file, or remove it")
     check_writable(path, "")

@@ -15,15 +15,15 @@ from .huggingface import Exported, as_stored, check_apart_from, check_new_file, 
 _FILES: Final = {"weights": MODEL, "optimizer": OPTIMIZER}
 
 
-def check_state_file(path: Path, *, force: bool) -> None:
-    """Check that a file may be written to `path`, without creating it.
+def check_state_file(path: Path, *, force: bool, instead: str = "replace it with --force") -> None:
+    """Check that a file may be written to `path`, without creating it; `force` and `instead` are those of `check_new_file`.
 
     Raises:
         UsageError: the path lies in a checkpoint, or `check_new_file` refuses it.
     """
     if (path.parent / STATE).exists():
         raise UsageError(f"{path} lies in a checkpoint, which nothing but training writes; name a file elsewhere")
-    check_new_file(path, "a safetensors file", _is_safetensors, force=force)
+    check_new_file(path, "a safetensors file", _is_safetensors, force=force, instead=instead)
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -29,6 +29,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
     steps, warmup = run.length.on(session.stream.batches_per_epoch)
     if steps == 0:
         if interrupts.pending():
+            interrupts.cut_short = True
             printer.say("interrupted before training; no training was asked for and nothing was saved")
         return interrupts.exit_code
     print_totals(session.stream, printer)
@@ -52,6 +53,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
         ending()
     interrupts.say_what_is_left = partial(all_there, run, loop.step, steps)
     if loop.step < steps:
+        interrupts.cut_short = True
         printer.say(interrupted(run, loop.step))
     else:
         close(session, journal)

@@ -31,11 +31,13 @@ class Interrupts:
 
     Attributes:
         signal: first signal that arrived; None for none.
+        cut_short: whether a signal ended the training before its last step.
         say_what_is_left: function that describes, when a second signal ends the process, how to continue.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.cut_short = False
         self._first: tuple[int, float] | None = None
         self.say_what_is_left: Callable[[], str] = lambda: "nothing was saved"
         self._undo = contextlib.ExitStack()

@@ -22,6 +22,7 @@ import pytest
 
 from nntask.config.environment import VARIABLES
 from nntask.config.settings import SUFFIXES, TrainSettings
+from nntask.data.dataset import DATASETS
 from nntask.data.row_keys import ROW_KEYS
 from nntask.models.registry import FAMILIES
 from nntask.telemetry.metrics import StepRecord
@@ -158,6 +159,14 @@ def test_tiling_flags() -> None:
     """The guide to tiles lists exactly the flags of that group."""
     named = [flag for cells in table("guides/tiles.md", "| flag | meaning |") for flag in re.findall(r"--([a-z-]+)", cells[0])]
     assert sorted(named) == sorted(flag.name for flag in table_of(TrainSettings).values() if flag.group == "tiling" and flag.field not in SUFFIXES)
+
+
+def test_datasets() -> None:
+    """The page for users of NNTile and the help list all datasets, in order."""
+    (row,) = [cells for cells in table("start/from-nntile.md", "| topic | in nntask |") if cells[0] == "data"]
+    assert re.findall(r"`([^`]+)`", row[1]) == ["--dataset", *DATASETS]
+    help_text = (ROOT / "nntask" / "config" / "settings.py").read_text().partition("    dataset: str")[2].partition("    dataset_path")[0]
+    assert sorted(DATASETS, key=help_text.index) == list(DATASETS)
 
 
 def test_flags_of_plan() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nntask import DataError, UsageError
+from nntask.config import SUFFIXES
 from nntask.io import check_size, read_bytes, read_object, read_text
 from nntask.planning import cells, headline
 from nntask.telemetry import read_metrics
@@ -138,8 +139,11 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
         UsageError: a trace is given and the run has several nodes.
         DataError: there is no run, it has finished no step, or one of its files is broken.
     """
+    if directory.is_file():
+        advice = f"that of its run, {directory.parent}" if (directory.parent / METRICS).is_file() else "the directory of a run of nntask train"
+        raise DataError(f"{directory} is a file, and nntask report draws the run in a directory; give {advice}")
     if not directory.is_dir():
-        raise DataError(f"{directory} is no directory; give the directory of a run of nntask train")
+        raise DataError(f"there is no directory {directory}; give the directory of a run of nntask train")
     metrics = directory / METRICS
     if not metrics.is_file():
         raise DataError(f"{directory} has no metrics.jsonl; give the directory of a run of nntask train")
@@ -194,8 +198,9 @@ def _trace_of(directory: Path) -> Path | None:
 
     named = ""
     try:
-        settings = tomllib.loads(read_text(directory / CONFIG))
-        named = str(settings.get("observe", {}).get("trace", ""))
+        observe = tomllib.loads(read_text(directory / CONFIG)).get("observe", {})
+        own = observe.get("trace")  # of earlier versions
+        named = str(own or str(observe.get("trace_steps", "")).partition(SUFFIXES["trace"].separator)[2])
     except (OSError, ValueError, AttributeError, RecursionError):  # a report needs no configuration, and does not check it
         pass
     candidates = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]

@@ -84,7 +84,7 @@ def test_a_file_with_old_keys_is_read(capsys: pytest.CaptureFixture[str]) -> Non
     """Sections or none, with notes about what has no effect; wrong types are named."""
     table = table_of(TrainSettings)
     text = '[optimizer]\noptimizer = "fusedadamw"\nfull-lr-iter = 4\nstart_lr = 0\n[run]\nnforward = 2\n'
-    assert from_toml(text, "x.toml", table) == {"optimizer": "adamw", "warmup-steps": 4, "warmup-start-lr": 0.0}
+    assert from_toml(text, "x.toml", table)[0] == {"optimizer": "adamw", "warmup-steps": 4, "warmup-start-lr": 0.0}
     assert "nforward in x.toml has no effect" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"full_lr_iter in x\.toml must be a whole number, got 'x'"):
         from_toml('full_lr_iter = "x"', "x.toml", table)
@@ -99,7 +99,7 @@ def test_the_files_of_an_old_run_say_the_same(capsys: pytest.CaptureFixture[str]
     table = table_of(TrainSettings)
     text = (RUN / "config.toml").read_text()
     assert OLD_SETTINGS.keys() & {key for group in tomllib.loads(text).values() for key in group}
-    values = {name: value for name, value in from_toml(text, "config.toml", table).items() if name != "recompute"}
+    values = {name: value for name, value in from_toml(text, "config.toml", table)[0].items() if name != "recompute"}
     state = json.loads((RUN / "checkpoints" / "step-000006" / "state.json").read_text())
     stored = from_dict(state["settings"], "state.json")
     assert build(TrainSettings(), {**values, "run-dir": stored.checkpoints.run_dir}, table) == stored

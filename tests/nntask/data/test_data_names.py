@@ -14,7 +14,8 @@ from support.objective_data import CHATML, Learner, lines_in, opened
 
 from nntask.config.settings import DataSettings
 from nntask.data import BatchStream, Dataset, DataSpec, open_dataset
-from nntask.errors import DataError
+from nntask.data.dataset import DATASETS, check_spec
+from nntask.errors import DataError, UsageError
 
 LONG = [{"text": "a text of some length " * 20}] * 3
 TALK = {"messages": [{"role": "user", "content": "q" * 90}, {"role": "assistant", "content": "a"}]}
@@ -153,3 +154,15 @@ def test_an_empty_split_of_a_dataset_is_none() -> None:
     dataset = stream("d")()
     assert dataset.validation is None
     assert [each.key for each in dataset.findings] == ["validation_rows_empty", "validation_missing"]
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_slip_in_the_name_of_a_dataset_is_recognised(name: str) -> None:
+    """Two letters swapped, one missing, or another case; a name that resembles none is answered with the way for any texts."""
+    for slip in {f"{name[:-2]}{name[-1]}{name[-2]}", name[:-1], name.upper(), f"{name}s"} - {name}:
+        with pytest.raises(
+            UsageError, match=rf"^--dataset {re.escape(slip)} is not available: this version reads .*; did you mean {re.escape(name)}\?$"
+        ):
+            check_spec(DataSpec(slip))
+    with pytest.raises(UsageError, match=r"; save the texts as files and use --dataset text --dataset-path DIR$"):
+        check_spec(DataSpec("the pile"))

@@ -32,7 +32,7 @@ def settings(seq_len: int = 32, run: RunSettings | None = None, **data: Any) -> 
         (
             settings(mask_probability=0.3),
             TINY,
-            "--objective causal:0.3 hides tokens, which is for masked and seq2seq, got a model",
+            "SHARE in --objective is for masked and seq2seq, which hide tokens, got 0.3 with --objective causal; drop it",
         ),
         (settings(target_len=8), MASKED, "--target-len 8 is for --objective seq2seq, got a model that predicts masked tokens"),
         (
@@ -98,7 +98,7 @@ def test_what_is_open_is_filled_in(tmp_path: Path) -> None:
     assert [each.form for each in forms.values()] == list(forms)
     assert forms["pairs"].target_length == 32
     pairs = settings(objective="seq2seq", dataset="jsonl", dataset_path=str(tmp_path / "pairs.jsonl"), mask_probability=0.3)
-    with pytest.raises(UsageError, match=r"--objective seq2seq:0\.3 hides spans of plain texts, got pairs; use --objective seq2seq"):
+    with pytest.raises(UsageError, match=r"SHARE in --objective is for plain texts, in which seq2seq hides spans, got 0\.3 with pairs; drop it"):
         with_objective(pairs, Learner())
     assert forms["labels"].has_pairs
 

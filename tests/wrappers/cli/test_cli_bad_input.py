@@ -144,8 +144,8 @@ def test_the_first_of_two_mistakes(here, capsys, argv, code, words):
         ({"NNTASK_ORDER": "turn:1/8"}, "", [], "NNTASK_ORDER turn:1/8: this step has no order"),
         ({}, "[resources]\nram = '12XB'", [], "ram in run.toml must be a size in B"),
         ({}, "minibatch = 3", [], "minibatch in run.toml must divide --batch = 4, got 3"),
-        ({}, "seq-len = 17", [], "seq_len in run.toml must be at most n_positions"),
-        ({}, "val-path = 'nowhere'", [], "val_path in run.toml nowhere does not exist"),
+        ({}, "seq-len = 17", [], "seq-len in run.toml must be at most n_positions"),
+        ({}, "val-path = 'nowhere'", [], "val-path = nowhere in run.toml does not exist"),
     ],
 )
 def test_the_place_of_a_wrong_value_is_named(here, capsys, monkeypatch, variables, toml, argv, words):

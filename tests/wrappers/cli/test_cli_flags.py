@@ -3,11 +3,12 @@
 import itertools
 import os
 import re
+import tomllib
 
 import pytest
 from support.commands import flag_tables
 
-from nntask.config.environment import flags_from, unknown_variables
+from nntask.config.environment import VARIABLES, flags_from, unknown_variables
 from nntask.config.old_settings import OLD_SETTINGS
 from nntask.config.resolution import filled
 from nntask.config.settings import EXPERT, SUFFIXES, TrainSettings, typed
@@ -17,9 +18,17 @@ from nntask.errors import UsageError
 from nntask.models.registry import PRESETS
 from wrappers.cli import main
 from wrappers.cli.options.flags import build, from_toml, merge, scan, table_of
-from wrappers.cli.options.sources import request
+from wrappers.cli.options.sources import naming, request
 
 TABLE = table_of(TrainSettings)
+
+
+class NoCards:
+    """A machine without GPUs."""
+
+    def choose(self, count):
+        """None of them."""
+        return []
 
 
 def test_dashes_underscores_and_equals_are_one():
@@ -46,7 +55,7 @@ def test_a_value_may_have_a_second_part(word, values):
     """It sets a setting of its own, on the command line and in a file, and is typed again as it was."""
     assert scan([word], TABLE)[0] == values
     key, _, value = word.removeprefix("--").partition("=")
-    assert from_toml(f'{key} = "{value}"', "x.toml", TABLE) == values
+    assert from_toml(f'{key} = "{value}"', "x.toml", TABLE)[0] == values
     settings = build(TrainSettings(), values, TABLE)
     assert typed(getattr(settings, TABLE[key].group), TABLE[key].field) == value
 
@@ -130,6 +139,23 @@ def test_a_removed_flag_is_answered_with_its_replacement(name, capsys):
 
 
 @pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("--restrict=cpu", "use --ngpu 0, for no GPU"),
+        ("--restrict=cuda", "use --ngpu -1, for all GPUs, of which there must be one"),
+        ("--restrict", "use --ngpu 0 for no GPU, or --ngpu -1 for all GPUs, of which there must be one"),
+        ("--gpu-attention=cudnn", "use --attention cudnn"),
+        ("--gpu-attention=auto", "use --attention auto"),
+    ],
+)
+def test_the_replacement_is_that_of_the_value(word, advice):
+    """The advice lists no alternatives that another value would have."""
+    with pytest.raises(UsageError) as error:
+        scan([word], TABLE)
+    assert str(error.value) == f"{word} was removed; {advice}"
+
+
+@pytest.mark.parametrize(
     "words",
     [
         *("--no-redux", "--no-fp32-fast-tf32", "--no-strict", "--flashattention", "--redux=false", "--start-lr=0", "--start-lr=0.0", "--nforward 0"),
@@ -157,11 +183,38 @@ def test_the_replacement_of_a_part_is_accepted(name, value):
     """As it is printed; it sets the part to the value that was typed."""
     with pytest.raises(UsageError) as error:
         scan([f"--{name}", str(value)], TABLE)
-    values, _ = scan(str(error.value).partition("; use ")[2].split(), TABLE)
+    values, _ = scan(re.findall(r"(?<=; use )(--\S+ \S+?)(?=,|$| with)", str(error.value))[0].split(), TABLE)
     assert values[name] == value
     model = "bert-tiny" if name == "mask-probability" else "tiny"
     more = {"dask": "local:2", "lanes": 2} if name == "link-bandwidth" else {}
     filled(build(TrainSettings(), {**values, **more, "model": model}, TABLE), PRESETS[model])
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--trace F --trace-steps 2:3", "use --trace-steps 2:3@F"),
+        ("--trace_steps=2:3@G --trace=F", "use --trace-steps 2:3@F"),
+        ("--trace-steps 1:9 --trace F --trace-steps 2:3", "use --trace-steps 2:3@F"),
+        ("--trace F", "use --trace-steps all@F"),
+        ("--trace F --trace-steps", "use --trace-steps all@F"),
+        ("--split-gpu 2 --ngpu=4", "use --ngpu 4x2"),
+        ("--ngpu -1 --split-gpu 2", "use --ngpu -1x2"),
+        ("--sim-gpu 3 --sim-bandwidth 8GB/s", "use --sim-gpu 3@8GB/s"),
+        ("--sim-gpu 0 --sim-bandwidth 8GB/s", "drop it, since --sim-gpu 0 has none"),
+        ("--tile-table t.toml --auto-tile measured", "use --auto-tile measured@t.toml"),
+        ("--link-bandwidth 1MB --transport nccl", "drop it, since --transport nccl has none"),
+        ("--mask-probability 0.3", "use --objective masked:0.3 with a model such as bert-tiny, or drop it"),
+        ("--mask-probability 0.3 --model bert-tiny --objective masked", "use --objective masked:0.3"),
+        ("--mask-probability 0.3 --objective seq2seq", "use --objective seq2seq:0.3"),
+        ("--mask-probability 0.3 --objective causal", "drop it, since --objective causal has none"),
+    ],
+)
+def test_the_advice_about_a_part_has_what_was_typed(words, advice):
+    """The value of the whole flag on the same command line, before or after; a value that takes no part is answered with dropping it."""
+    with pytest.raises(UsageError) as error:
+        scan(words.split(), TABLE)
+    assert str(error.value).endswith(f" is now the second part of another flag; {advice}")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +242,14 @@ def test_an_empty_part_is_refused(words):
 )
 def test_a_flag_without_its_part_resets_the_part(file, words, values):
     """A typed flag is stronger than all of the file's value."""
-    assert merge(from_toml(file, "x.toml", TABLE), scan(words.split(), TABLE)[0]) == values
+    assert merge(from_toml(file, "x.toml", TABLE)[0], scan(words.split(), TABLE)[0]) == values
+
+
+def resolved(argv):
+    """Settings of a command line with every default filled in; errors are those of ``nntask train``."""
+    asked = request(argv, {})
+    with naming(asked.sources):
+        return filled(asked.settings, asked.config)
 
 
 def test_errors_name_what_was_set():
@@ -201,6 +261,57 @@ def test_errors_name_what_was_set():
         with pytest.raises(UsageError) as error:
             request(["--ncpu=1"], {**environ, "NNTASK_SIM_GPU": "1"})
         assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("file", "argv", "words"),
+    [
+        ('restrict = "cuda"', [], "restrict = cuda in {} needs a GPU, and "),
+        ('restrict = "cuda"', [], "; drop restrict = cuda, or "),
+        ('restrict = "cuda"', ["--sim-gpu=1"], "devices are real or simulated, got restrict = cuda in {} and --sim-gpu 1; drop"),
+        ("start_lr = -1.0\nfull_lr_iter = 3", [], "start_lr in {} must be a finite number of at least 0, got -1;"),
+        ("full-lr-iter = 0", [], "full_lr_iter in {} must be at least 1, got 0;"),
+        ("nepochs_warmup = -1", [], "nepochs_warmup in {} must be 0 or more, got -1;"),
+        ("nepochs = -1", [], "nepochs in {} must be 0 or more, got -1;"),
+        ('load_checkpoint = "nope"\nmodel = "tiny"', [], "load_checkpoint = nope in {} brings its own config and weights, and model = tiny in {}"),
+        ('gpu_attention = "cudnn"', [], "gpu_attention = cudnn in {} computes in bf16, got --dtype auto;"),
+        ('[resources]\nsim-gpu = "1@fast"', [], "RATE in sim-gpu in {} must be bytes"),
+        ("sim-gpu = 1\nsim_bandwidth = 'fast'", [], "sim_bandwidth in {} must be bytes"),
+        (
+            "mask-probability = 0.3",
+            [],
+            "mask-probability in {} is for masked and seq2seq, which hide tokens, got 0.3 with --objective causal; drop it",
+        ),
+        ('objective = "causal:0.3"', [], "SHARE in objective in {} is for masked and seq2seq"),
+        ("seq-len = 17", ["--dtype=zz"], "--dtype must be one of"),
+        ('ram = "12XB"', [], "ram in {} must be a size"),
+        ("momentum = 0.5", [], "momentum = 0.5 in {} belongs to --optimizer sgd, not adamw;"),
+    ],
+)
+def test_an_error_names_the_key_of_the_file(file, argv, words, tmp_path, monkeypatch):
+    """As the file has it, with its value if the message has that of the flag; a key of an earlier version, too."""
+    monkeypatch.setattr("nntask.hardware.gpus.cards", NoCards())
+    path = tmp_path / "x.toml"
+    path.write_text(file)
+    with pytest.raises(UsageError) as error:
+        resolved([f"--config={path}", *argv])
+    message = str(error.value)
+    assert words.replace("{}", str(path)) in message
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"NNTASK_NGPU": "0", "NNTASK_NCPU": "0"}, "NNTASK_NCPU=0 needs a device: add"),
+        ({"NNTASK_SIM_GPU": "1@fast"}, "RATE in NNTASK_SIM_GPU must be bytes per second"),
+        ({"STARPU_NCPU": "-1"}, "STARPU_NCPU must be 0 or more, got -1"),
+    ],
+)
+def test_an_error_names_the_variable(environ, words):
+    """With its value as a shell has it."""
+    with pytest.raises(UsageError) as error:
+        request([], environ)
+    assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -238,14 +349,38 @@ def test_settings_survive_a_trip_through_toml():
     argv = ["--batch=4", "--lr=3e-4", "--attention=stored", '--prompt=a "quoted" \\ \n line', "--steps=7", "--dropout=0.1"]
     values, _ = scan(argv, TABLE)
     settings = build(TrainSettings(), values, TABLE)
-    back = build(TrainSettings(), from_toml(to_toml(settings), "x.toml", TABLE), TABLE)
+    back = build(TrainSettings(), from_toml(to_toml(settings), "x.toml", TABLE)[0], TABLE)
     assert back == settings
+
+
+@pytest.mark.parametrize("name", ["", *SUFFIXES])
+def test_every_written_line_can_be_typed(name):
+    """As a flag and in a file, also with a second part; together they give the same settings, and no part has a line of its own."""
+    flag, values = TABLE[name.replace("_", "-")] if name else None, {}
+    if flag is not None:
+        suffix = SUFFIXES[name]
+        part = {"int": "3", "float": "0.3"}.get(flag.value_type.__name__, "x@1:2")
+        values, _ = scan([f"--{suffix.flag.replace('_', '-')}={suffix.example}{suffix.separator}{part}"], TABLE)
+        assert flag.name in values
+    settings = build(TrainSettings(), values, TABLE)
+    groups = tomllib.loads(to_toml(settings))
+    assert not SUFFIXES.keys() & {key for group in groups.values() for key in group}
+    words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for group in groups.values() for key, value in group.items()]
+    assert build(TrainSettings(), scan(words, TABLE)[0], TABLE) == settings
+    assert build(TrainSettings(), from_toml(to_toml(settings), "x.toml", TABLE)[0], TABLE) == settings
+
+
+def test_a_part_of_an_unset_flag_is_written_alone():
+    """Such as the number of parts of all GPUs, which an environment variable has set: no value of the flag says so."""
+    settings = build(TrainSettings(), {"split-gpu": 2}, TABLE)
+    assert "split_gpu = 2" in to_toml(settings)
+    assert build(TrainSettings(), from_toml(to_toml(settings), "x.toml", TABLE)[0], TABLE) == settings
 
 
 def test_what_belongs_to_one_start_is_not_written():
     """config.toml of a continued run, and what --dry-run prints, start the same run anew."""
     values, _ = scan(["--resume=runs/a", "--dry-run", "--run-dir=a", "--steps=3"], TABLE)
-    written = from_toml(to_toml(build(TrainSettings(), values, TABLE)), "x.toml", TABLE)
+    written, _ = from_toml(to_toml(build(TrainSettings(), values, TABLE)), "x.toml", TABLE)
     assert not {"resume", "dry-run", "run-dir"} & set(written)
     assert written["steps"] == 3
 
@@ -274,6 +409,34 @@ def test_environment_variables_stand_in_for_flags():
     found = flags_from({"STARPU_NCPU": "1", "NNTASK_NCPU": "2", "NNTASK_RAM": ""})
     assert found == {"ncpu": ("2", "NNTASK_NCPU")}
     assert unknown_variables({"NNTASK_NCPUS": "1", "PATH": ""}) == ["NNTASK_NCPUS is set but nothing reads it; did you mean NNTASK_NCPU?"]
+
+
+@pytest.mark.parametrize("name", ["FOO", "BATCH", "LR", "STEPS", "MODEL", "SCORE", "SEED", "NONSENSE", "CUDA", "DEBUG", ""])
+def test_an_unknown_variable_has_no_unrelated_suggestion(name):
+    """The prefix that all have in common does not count; a name that resembles none is answered with the place of the list."""
+    assert unknown_variables({f"NNTASK_{name}": "1"}) == [f"NNTASK_{name} is set but nothing reads it; nntask train --help-all lists the variables"]
+
+
+@pytest.mark.parametrize("variable", [v.name for v in VARIABLES if v.name.startswith("NNTASK_")])
+def test_a_slip_in_a_variable_is_recognised(variable):
+    """A letter too many or too few, in each of them."""
+    for slip in (f"{variable}S", variable[:-1]):
+        (sentence,) = unknown_variables({slip: "1"})
+        assert sentence == f"{slip} is set but nothing reads it; did you mean {variable}?"
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_lists_the_variables_that_override_a_file(command, capsys):
+    """With their flags, after the other flags of --help-all; --help says where."""
+    with pytest.raises(SystemExit):
+        main([command, "--help-all"])
+    shown = " ".join(capsys.readouterr().out.split())
+    listed = shown.rpartition("Environment variables that override a TOML file: ")[2]
+    assert re.findall(r"([A-Z]+_[A-Z_]+) \(", listed) == [v.name for v in VARIABLES if v.flag]
+    assert set(re.findall(r"--([a-z-]+)\)", listed)) <= set(TABLE) - {name.replace("_", "-") for name in SUFFIXES}
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "the command line overrides it, and so do the environment variables that --help-all lists" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

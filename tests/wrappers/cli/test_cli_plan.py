@@ -17,6 +17,7 @@ from nntask.config.units import parse_size
 from tiles.kernels.cpu.onednn import library as onednn
 from wrappers.cli import main
 from wrappers.cli.bench import BENCHMARKS
+from wrappers.cli.commands.plan import _result
 
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 KEYS = ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "moved_bytes_per_step", "tasks_per_step", "seconds_per_step"]
@@ -53,6 +54,13 @@ def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tm
     ):
         assert word in out
     assert [path.name for path in tmp_path.iterdir()] == ["small.json"]
+
+
+@pytest.mark.parametrize("feasible", [True, False])
+def test_the_largest_model_is_of_the_family(feasible: bool) -> None:
+    """The line says so, since presets of other families are not tried."""
+    figures = {"largest_minibatch": None, "largest_model": "gpt2", "batch": 2, "seq_len": 16, "feasible": feasible, "refusal": "", "advice": ()}
+    assert next(_result(figures)).startswith("largest --model     gpt2 of this family, with --batch 2 --seq-len 16 or less")
 
 
 def test_a_plan_that_does_not_fit_ends_with_3(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,16 +9,20 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from support.commands import numbers, same_state, wait_for_step
 from support.deadline import DEADLINE
 
+from nntask.training import Session
+from wrappers.cli import guarded, run_train
 from wrappers.cli.options.flags import ELSEWHERE, scan, table_of
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "gpt2_custom_training.py"
@@ -30,6 +34,7 @@ SHARED = {
     *("vocab-tile", "dtype", "dataset", "dataset-path", "dataset-select", "optimizer-eps", "weight-decay", "lr"),
 }
 """NNTile's flags that are nntask's, too."""
+OPTIONS = sorted({option for action in EXAMPLE.parser()._actions for option in action.option_strings} - {"-h", "--help"})
 TRANSLATED = [
     ("--optimizer=fusedadamw", {"optimizer": "adamw"}),
     ("--optimizer=sgd", {"optimizer": "sgd"}),
@@ -148,8 +153,9 @@ def test_files_that_are_saved_are_loaded(here: Path, capsys: pytest.CaptureFixtu
     assert run("--steps=2", "--run-dir=first", "--save-checkpoint=w", "--save-optimizer=o") == 0
     files = "--load-checkpoint=w --load-optimizer=o"
     assert run("--steps=3", "--run-dir=a", *files.split()) == 0
-    assert run("--steps=1", "--run-dir=weights", "--load-checkpoint=w", "--save-checkpoint=w", "--save-checkpoint-dtype=bf16") == 0
-    assert {array.dtype.name for array in load_file(here / "w").values()} == {"bfloat16"}
+    assert run("--steps=1", "--run-dir=weights", "--load-checkpoint=w", "--save-checkpoint=new/dir/w", "--save-checkpoint-dtype=bf16") == 0
+    assert "\nsaved new/dir/w\n" in capsys.readouterr().out
+    assert {array.dtype.name for array in load_file(here / "new" / "dir" / "w").values()} == {"bfloat16"}
     assert run("--steps=2", "--run-dir=again", "--save-checkpoint=w2", "--save-optimizer=o2") == 0
     assert run("--steps=3", "--run-dir=b", "--load-checkpoint=w2", "--load-optimizer=o2") == 0
     assert same_state(here / "a" / "latest", here / "b" / "latest")
@@ -170,6 +176,56 @@ def test_files_are_saved_without_a_checkpoint(here: Path, capsys: pytest.Capture
     assert load_file(here / "initial").keys() == load_file(here / "last").keys()
     assert not list((here / "c").glob("checkpoints/*"))
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_after_the_last_step_loses_no_file(when: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A training that it cuts short writes no file, so that the continued one may; one that is complete writes them as without a signal."""
+
+    def interrupted(session: Session) -> None:
+        """Send a signal, and wait for its arrival."""
+        os.kill(os.getpid(), signal.SIGINT)
+        while not session.interrupts.pending():
+            pass
+
+    args, rest = EXAMPLE.parsed(
+        [*FLAGS.split(), "--ncpu=1", "--steps=2", "--save-every=1", "--run-dir=a", "--save-checkpoint=w", "--save-optimizer=o"]
+    )
+    training = EXAMPLE.Training(args, trains=True)
+
+    @contextmanager
+    def around(session: Session) -> Iterator[None]:
+        with training.around(session):
+            if when == "before":
+                interrupted(session)
+            yield
+            if when == "after":
+                interrupted(session)
+
+    assert guarded(lambda: run_train(EXAMPLE.translated(args, rest, {}), changed=training.changed, around=around)) == (0 if when == "after" else 130)
+    assert [(here / name).exists() for name in ("w", "o")] == [when == "after"] * 2
+    if when == "after":
+        for name, part in (("w", "model"), ("o", "optimizer")):
+            saved, kept = load_file(here / name), load_file(here / "a" / "latest" / f"{part}.safetensors")
+            assert all(np.array_equal(saved[key], kept[key]) for key in kept.keys() | saved.keys())
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_slip_in_a_flag_of_nntile_is_recognised(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two letters swapped; the message suggests the flag, whether NNTile alone has it or nntask, too."""
+    slip = f"{option[:-2]}{option[-1]}{option[-2]}" if option[-1] != option[-2] else option[:-1]
+    assert EXAMPLE.main([f"{slip}=1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"nntask: unknown flag {slip}; did you mean ")
+    assert option in err.removesuffix("?\n").split()
+
+
+@pytest.mark.parametrize("word", ["--zzz", "--no-zzz=1", "--qqq_zzz"])
+def test_a_flag_that_resembles_none_is_answered_with_the_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the example, which has its own flags, and names that of nntask train."""
+    assert EXAMPLE.main([word]) == 2
+    assert capsys.readouterr().err == f"nntask: unknown flag {word.partition('=')[0].replace('_', '-')}; see --help\n"
 
 
 def test_an_interrupted_run_is_continued_by_the_example(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -198,8 +254,14 @@ def test_an_interrupted_run_is_continued_by_the_example(here: Path, capfd: pytes
         ("--load-checkpoint=none", 4, "cannot read none: "),
         ("--load-optimizer=none", 4, "cannot read none: "),
         ("--load-checkpoint=pickle.pt", 4, "torch pickle"),
-        ("--save-checkpoint=small.json", 2, "small.json exists and is not a safetensors file"),
-        ("--save-optimizer=small.json", 2, "small.json exists and is not a safetensors file"),
+        ("--save-checkpoint=small.json", 2, "small.json exists; name another file, or remove it"),
+        ("--save-optimizer=w.safetensors", 2, "w.safetensors exists; name another file, or remove it"),
+        ("--save-checkpoint=small.json/w", 2, "small.json/w cannot be written"),
+        (
+            "--save-checkpoint=x --save-optimizer=./x",
+            2,
+            "--save-checkpoint and --save-optimizer must name two files, got x for both; name another one",
+        ),
         ("--save-checkpoint=a/checkpoints/step-000001/model.safetensors", 2, "lies in a checkpoint"),
         ("--redux --lanes=2", 2, "--redux means --lanes 4, got --lanes 2; drop --redux"),
         ("--redux --lanes 2", 2, "--redux means --lanes 4, got --lanes 2; drop --redux"),
@@ -232,6 +294,7 @@ def test_an_interrupted_run_is_continued_by_the_example(here: Path, capfd: pytes
 def test_mistakes_are_one_line(argv: str, code: int, words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is computed or written."""
     (here / "pickle.pt").write_bytes(b"PK\x03\x04" + b"\0" * 30)
+    save_file({"x": np.zeros(1)}, here / "w.safetensors")
     (here / "a" / "checkpoints" / "step-000001").mkdir(parents=True)
     (here / "a" / "checkpoints" / "step-000001" / "state.json").touch()
     assert run("--steps=1", *argv.split()) == code

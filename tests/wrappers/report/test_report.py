@@ -291,8 +291,15 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     """No directory, a directory that is no run, steps that were not traced, a page that cannot be written, Bokeh missing."""
     folder = write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "x.json").write_text("{}")
     for argv, code, words in (
-        ([str(tmp_path / "none")], 4, "none is no directory; give the directory of a run"),
+        ([str(tmp_path / "none")], 4, f"there is no directory {tmp_path}/none; give the directory of a run"),
+        ([str(tmp_path / "x.json")], 4, f"{tmp_path}/x.json is a file, and nntask report draws the run in a directory; give the directory of a run"),
+        (
+            [str(folder / "metrics.jsonl")],
+            4,
+            f"metrics.jsonl is a file, and nntask report draws the run in a directory; give that of its run, {folder}\n",
+        ),
         ([str(tmp_path / "empty")], 4, "empty has no metrics.jsonl; give the directory of a run"),
         ([str(folder), "--steps=1:2"], 2, "--steps must name steps that were traced, got 1:2, and steps 3 to 4 were"),
         ([str(folder), "--steps=4"], 2, "--steps must be A:B with 1 <= A <= B, got '4'"),
@@ -313,13 +320,14 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "pip install -e '.[dashboard]'" in err
 
 
-def test_a_trace_elsewhere_is_found_by_the_configuration(tmp_path: Path) -> None:
-    """The file of --trace-steps stands in config.toml; --trace of the report is stronger."""
+@pytest.mark.parametrize("line", ['trace = "{}"', 'trace_steps = "3:4@{}"', 'trace = ""\ntrace_steps = "all@{}"'])
+def test_a_trace_elsewhere_is_found_by_the_configuration(line: str, tmp_path: Path) -> None:
+    """The file of --trace-steps stands in config.toml, as of old with a key of its own; --trace of the report is stronger."""
     folder = write_run(tmp_path / "run")
     (folder / "trace.json.gz").unlink()
     assert read_run(folder).nodes[0].trace is None
     write_trace(tmp_path / "t.json")
-    (folder / "config.toml").write_text(f'[observe]\ntrace = "{tmp_path}/t.json"\n')
+    (folder / "config.toml").write_text(f"[observe]\n{line.format(tmp_path / 't.json')}\n")
     trace = read_run(folder).nodes[0].trace
     assert trace is not None
     assert trace.path == tmp_path / "t.json"

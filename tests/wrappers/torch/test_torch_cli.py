@@ -270,7 +270,7 @@ def test_a_variable_that_asks_for_tiles_is_named(here: Path, capsys: pytest.Capt
     """What the environment or a TOML file says is refused under its own name."""
     Path("run.toml").write_text("seq_tile = 16\n")
     code, err = refuse(capsys, ["train", "--init-from=electra", *FLAGS, "--config=run.toml"])
-    assert (code, "seq_tile in run.toml 16 is about the tiles" in err) == (2, True), err
+    assert (code, "seq_tile = 16 in run.toml is about the tiles" in err) == (2, True), err
 
 
 def test_a_pickle_is_converted_by_the_command_that_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

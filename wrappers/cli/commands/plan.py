@@ -29,7 +29,7 @@ class PlanHelp:
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
-    """TOML file with any of these flags; the environment and the command line override it"""
+    """TOML file with any of these flags; the command line overrides it, and so do the environment variables that --help-all lists"""
     devices: str = ""
     """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk (a SIZE) are then imaginary too"""
     link: str = ""
@@ -242,7 +242,9 @@ def _result(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"largest minibatch   {fits}, with these tiles{more}"
     if figures["largest_model"] is not None:
         shape = f"with --batch {figures['batch']} --seq-len {figures['seq_len']} or less"
-        yield f"largest --model     {figures['largest_model']}, {shape}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")
+        yield f"largest --model     {figures['largest_model']} of this family, {shape}" + (
+            "" if figures["feasible"] else ", in tiles of its own, would fit instead"
+        )
     if figures["feasible"]:
         yield "feasible            yes"
     else:

@@ -29,7 +29,7 @@ class TrainHelp:
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
-    """TOML file with any of these flags; the environment and the command line override it"""
+    """TOML file with any of these flags; the command line overrides it, and so do the environment variables that --help-all lists"""
 
 
 def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None = None, around: AroundTraining | None = None) -> int:

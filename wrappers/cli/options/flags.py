@@ -10,13 +10,16 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from nntask import UsageError
 
 from ..output import complain
+
+if TYPE_CHECKING:
+    from nntask.config import Suffix
 
 OPTIONAL_VALUE: Final = {"resume": "auto"}
 """Flags whose value may be left out -> the value that this means."""
@@ -121,14 +124,15 @@ def table_of(settings: type[Any]) -> Table:
     return table
 
 
-def unknown(name: str, text: str | None, table: Mapping[str, Flag], source: str) -> UsageError:
+def unknown(name: str, text: str | None, names: Iterable[str], source: str, listed: str = "--help-all for all flags") -> UsageError:
     """Return the error for an unknown flag: its replacement, the command that has it, or the most similar flags.
 
     Args:
         name: the flag without dashes.
         text: its value; None if it has none.
-        table: the known flags.
+        names: the known flags without dashes.
         source: noun phrase for the flag or key in messages.
+        listed: place where all flags are listed, for a flag that resembles none.
     """
     from nntask.config import SUFFIXES, instead
 
@@ -136,10 +140,9 @@ def unknown(name: str, text: str | None, table: Mapping[str, Flag], source: str)
         return UsageError(f"{source.removeprefix('flag ')} {ELSEWHERE[name]}")
     if (replacement := instead(name, text)) is not None:
         return UsageError(f"{source.removeprefix('flag ')} was removed; {replacement}")
-    typed = [each for each in table if each.replace("-", "_") not in SUFFIXES]
-    near = difflib.get_close_matches(name, typed, 3)
+    near = difflib.get_close_matches(name, [each for each in names if each.replace("-", "_") not in SUFFIXES], 3)
     best = [f"--{each}" for each in near if _likeness(name, each) > _likeness(name, near[0]) - 0.1]  # nearly as similar as the best
-    return UsageError(f"unknown {source}" + (f"; did you mean {' or '.join(best)}?" if best else "; see --help-all for all flags"))
+    return UsageError(f"unknown {source}" + (f"; did you mean {' or '.join(best)}?" if best else f"; see {listed}"))
 
 
 def _likeness(name: str, other: str) -> float:
@@ -169,7 +172,7 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
     while rest:
         token = rest.pop(0)
         if token.startswith("--") and token != "--":
-            values.update(_read_flag(token, rest, table))
+            values.update(_read_flag(token, rest, table, argv))
             continue
         words.append(token)
         if len(words) > positional:
@@ -177,8 +180,23 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
     return values, words
 
 
-def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str, Any]]:
-    """Yield (flag, value) of the word `token`, with its value from `rest` if it has none of its own; the value's second part has its own name."""
+def typed_text(argv: Sequence[str], name: str) -> str | None:
+    """Return the last value of a flag on a command line; None without the flag or its value.
+
+    Args:
+        argv: the words of the command line.
+        name: the flag without dashes.
+    """
+    value = None
+    for word, following in zip(argv, [*argv, "--"][1:], strict=True):
+        flag, equals, text = word.partition("=")
+        if flag.replace("_", "-") == f"--{name}" and (equals or not following.startswith("--")):
+            value = text if equals else following
+    return value
+
+
+def _read_flag(token: str, rest: list[str], table: Table, argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (flag, value) of the word `token` of `argv`, with its value from `rest` if it has none of its own; a second part has its own name."""
     from nntask.config import SUFFIXES, instead
 
     name, equals, text = token[2:].partition("=")
@@ -206,8 +224,24 @@ def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str,
     suffix = SUFFIXES.get(flag.field)
     whole = None if suffix is None else table.get(suffix.flag.replace("_", "-"))
     if suffix is not None and whole is not None:  # a command without that flag has one of its own, such as report --trace
-        raise UsageError(f"--{name} {text} is now the second part of another flag; use --{whole.name} {suffix.example}{suffix.separator}{text}")
+        raise UsageError(f"--{name} {text} is now the second part of another flag; {_with_second(whole, suffix, text, typed_text(argv, whole.name))}")
     yield from values_of(flag, text, f"--{name}", table).items()
+
+
+def _with_second(flag: Flag, suffix: Suffix, second: str, typed: str | None) -> str:
+    """Return the words to type for a second part of a value, as the end of a sentence.
+
+    Args:
+        flag: flag that has the part.
+        suffix: place of the part in the flag's value.
+        second: text of the part.
+        typed: value of the flag on the command line, perhaps with a part; None without the flag.
+    """
+    value = suffix.example if typed is None else typed.partition(suffix.separator)[0]
+    if value in suffix.without:
+        return f"drop it, since --{flag.name} {value} has none"
+    condition = f" {suffix.condition}" if typed is None and suffix.condition else ""
+    return f"use --{flag.name} {value}{suffix.separator}{second}{condition}"
 
 
 def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any]:
@@ -229,15 +263,29 @@ def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any
     return {**values, flag.name: flag.convert(text, source)}
 
 
-def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
-    """Return the flags set in a TOML file, flat or in sections; the names of sections are ignored, and old keys are translated.
+class FileEntry(NamedTuple):
+    """FileEntry of a TOML file.
+
+    Args:
+        key: key as the file has it; for the second part of a value, the name of the part and the key.
+        text: value as a word.
+    """
+
+    key: str
+    text: str
+
+
+def from_toml(text: str, path: str, table: Table) -> tuple[dict[str, Any], dict[str, FileEntry]]:
+    """Return flag -> value for a TOML file, and flag -> the entry that has set it.
+
+    Keys are flat or in sections, whose names are ignored. Old keys are translated.
 
     Raises:
         UsageError: the text is not TOML, a key is not a flag, a value is wrong, or old keys contradict others.
     """
     import tomllib
 
-    from nntask.config import OLD_SETTINGS, lost, translated
+    from nntask.config import OLD_SETTINGS, SUFFIXES, lost, replaced, translated
 
     try:
         content = tomllib.loads(text)
@@ -248,6 +296,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
         pairs += value.items() if isinstance(value, dict) else [(key, value)]
     old: dict[str, Any] = {}
     values: dict[str, Any] = {}
+    entries: dict[str, FileEntry] = {}
     for key, value in pairs:
         field, name = key.replace("-", "_"), key.replace("_", "-")
         is_old = name not in table and field in OLD_SETTINGS
@@ -256,16 +305,21 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
         if isinstance(value, (dict, list)):
             raise UsageError(f"{key} in {path} must be a single value, got {value!r}; write one")
         word = str(value).lower() if isinstance(value, bool) else str(value)
+        entries[name] = FileEntry(key, word)
         if is_old:
             old[field] = Flag(name, "", field, OLD_SETTINGS[field]).convert(word, f"{key} in {path}")
         elif (name, word) in _RENAMED_VALUES:
             old[field] = word
         else:
-            values |= values_of(table[name], word, f"{key} in {path}", table)
+            both = values_of(table[name], word, f"{key} in {path}", table)
+            entries |= {other: FileEntry(f"{SUFFIXES[other.replace('-', '_')].name} in {key}", word) for other in both.keys() - {name}}
+            values |= both
     for sentence in lost(old, path):
         complain(sentence)
-    fields = {name.replace("-", "_"): value for name, value in values.items()}
-    return {field.replace("_", "-"): value for field, value in translated({**fields, **old}, path).items()}
+    fields = {**{name.replace("-", "_"): value for name, value in values.items()}, **old}
+    entries |= {name.replace("_", "-"): entries[by.replace("_", "-")] for name, by in replaced(fields).items()}
+    settings = {field.replace("_", "-"): value for field, value in translated(fields, path).items()}
+    return settings, {name: entries[name] for name in settings}
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -60,7 +61,7 @@ def show_requested_help(settings: type[Any], argv: Sequence[str], program: str, 
 def _show_help(settings: type[Any], program: str, words: Sequence[str], *, is_all: bool) -> None:
     import tyro
 
-    from nntask.config import EXPERT, SUFFIXES
+    from nntask.config import EXPERT, SUFFIXES, variables_listed
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit), _one_column():
@@ -71,6 +72,8 @@ def _show_help(settings: type[Any], program: str, words: Sequence[str], *, is_al
     print(_without(plain, SUFFIXES.keys() | (frozenset() if is_all else experts)), end="")
     if experts and not is_all:
         print(f"\n{program} {HELP_ALL} also lists {len(experts)} expert flags, such as --{min(experts).replace('_', '-')}.")
+    if is_all and "config" in settings.__dataclass_fields__:  # the command reads a TOML file and the environment
+        print("\n" + textwrap.fill(variables_listed(), min(shutil.get_terminal_size().columns, WIDEST), break_on_hyphens=False))
     raise SystemExit(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..output import complain
-from .flags import Flag, Table, build, from_toml, merge, scan, table_of, values_of
+from .flags import FileEntry, Flag, Table, build, from_toml, merge, scan, table_of, values_of
 
 if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
@@ -30,6 +31,38 @@ _LOST_ON_RESUME: Final = ("loss_reduction", "strict", "save_checkpoint", "save_o
 
 
 @dataclass(frozen=True, slots=True)
+class SettingOrigin:
+    """Key of a TOML file, or environment variable, that has set a flag.
+
+    Args:
+        name: key or variable.
+        text: value that it has.
+        value: value of the flag, another one if the key is of an earlier version.
+        file: the TOML file; "" for a variable.
+    """
+
+    name: str
+    text: str
+    value: Any
+    file: str = ""
+
+    def named_in(self, message: str, flag: str) -> str:
+        """Return an error message with this name instead of the flag, where the message begins with it or has its value after "got", "and" or "drop".
+
+        Args:
+            flag: the flag, as messages call it.
+        """
+        where = f" in {self.file}" if self.file else ""
+        values = {str(self.value), f"{self.value:g}" if isinstance(self.value, float) else str(self.value)}
+        typed = rf"(?:^|(?<=got )|(?<=and )|(?<=drop )){re.escape(flag)} (?:{'|'.join(map(re.escape, sorted(values)))})(?=[ ,;]|$)"
+        assignment = f"{self.name} = {self.text}" if self.file else f"{self.name}={self.text}"
+        first, count = re.subn(typed, lambda match: assignment + where, message, count=1)
+        if count:
+            return re.sub(typed, lambda match: assignment, first)
+        return self.name + where + message.removeprefix(flag) if message.startswith(f"{flag} ") else message
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """The parsed command line of a training run.
 
@@ -40,7 +73,7 @@ class Request:
         untiled: content and path of the config.json of a model without tiles; None for others.
         resumed: the checkpoint to continue from; None for a new run.
         extra: values of further flags of the command.
-        sources: for each flag that was not typed, the variable or key that set it, in words.
+        sources: for each flag that was not typed, the variable or key that set it.
         stated: names of the flags on the command line or in the TOML file.
         values: values of the flags on the command line, in the TOML file and in the environment.
     """
@@ -51,14 +84,14 @@ class Request:
     untiled: tuple[Mapping[str, Any], str] | None
     resumed: Checkpoint | None
     extra: Mapping[str, Any]
-    sources: Mapping[str, str]
+    sources: Mapping[str, SettingOrigin]
     stated: frozenset[str]
     values: Mapping[str, Any]
 
 
 @contextmanager
-def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Let an error that begins with a flag begin with the variable or key that has set the flag."""
+def naming(sources: Mapping[str, SettingOrigin]) -> Iterator[None]:
+    """Let an error name the variable or key that has set a flag instead of the flag."""
     from nntask import NntaskError
     from nntask.config import flag_of
 
@@ -66,11 +99,11 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
         yield
     except NntaskError as error:
         words = str(error)
-        for name, source in sources.items():
-            flag = flag_of(name.replace("-", "_"))
-            if words.startswith(f"{flag} "):
-                raise type(error)(source + words.removeprefix(flag)) from error
-        raise
+        for name, origin in sources.items():
+            words = origin.named_in(words, flag_of(name.replace("-", "_")))
+        if words == str(error):
+            raise
+        raise type(error)(words) from error
 
 
 def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
@@ -112,22 +145,23 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
 
 def _explicit(
     argv: Sequence[str], environ: Mapping[str, str], table: Table, extra: Mapping[str, type[bool] | type[str]]
-) -> tuple[dict[str, Any], dict[str, str], dict[str, Any], frozenset[str]]:
+) -> tuple[dict[str, Any], dict[str, SettingOrigin], dict[str, Any], frozenset[str]]:
     """Return the fields `values`, `sources`, `extra` and `stated` of a `Request`; arguments are those of `request`."""
-    from nntask.config import flags_from, unknown_variables
+    from nntask.config import SUFFIXES, flags_from, unknown_variables
 
     known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, kind) for name, kind in extra.items()}}
     typed, _ = scan(argv, known)
     file = typed.pop(CONFIG, "")
     of_command = {name: typed.pop(name, kind()) for name, kind in extra.items()}
-    explicit: dict[str, Any] = _read_config(file, table) if file else {}
-    sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
+    explicit, entries = _read_config(file, table) if file else ({}, {})
+    sources = {name: SettingOrigin(entry.key, entry.text, explicit[name], file) for name, entry in entries.items()}
     stated = {*explicit, *typed}
     set_by_environment: dict[str, Any] = {}
     for name, (text, variable) in flags_from(environ).items():
         stated -= {name} - typed.keys()
-        set_by_environment |= values_of(table[name], text, variable, table)
-        sources[name] = variable
+        for flag, value in values_of(table[name], text, variable, table).items():
+            set_by_environment[flag] = value
+            sources[flag] = SettingOrigin(variable if flag == name else f"{SUFFIXES[flag.replace('-', '_')].name} in {variable}", text, value)
     explicit = merge(explicit, set_by_environment)
     for sentence in unknown_variables(environ):
         complain(sentence)
@@ -157,7 +191,8 @@ def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mappi
     return (values, source) if untiled_type(values) else None
 
 
-def _read_config(file: str, table: Table) -> dict[str, Any]:
+def _read_config(file: str, table: Table) -> tuple[dict[str, Any], dict[str, FileEntry]]:
+    """Return the values and entries of a TOML file, as `from_toml`."""
     from nntask import DataError
 
     try:
