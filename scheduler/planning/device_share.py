@@ -76,11 +76,11 @@ def share_of(plan: StepPlan, devices: Sequence[int], updates: Sequence[bool]) ->
         updates: for each task, whether it is an update.
     """
     own = [position for position, device in enumerate(devices) if device == 0]
-    kept, wanted = {*own, *(position for position, is_update in enumerate(updates) if is_update)}, own
+    chosen, wanted = {*own, *(position for position, is_update in enumerate(updates) if is_update)}, own
     while wanted:
-        wanted = [before for position in wanted for before in plan.predecessors[position] if devices[before] < 0 and before not in kept]
-        kept.update(wanted)
-    return of_tasks(plan, sorted(kept))
+        wanted = [before for position in wanted for before in plan.predecessors[position] if devices[before] < 0 and before not in chosen]
+        chosen.update(wanted)
+    return of_tasks(plan, sorted(chosen))
 
 
 def devices_of_share(plan: StepPlan, updates: Sequence[bool]) -> list[int]:

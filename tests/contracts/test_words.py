@@ -80,9 +80,6 @@ EMPTY: Final = frozenset({"found", "at", "made", "kept", "each", "told"})
 """Words that fit every value: names of variables in short functions and of loops only, where one sees what they hold."""
 SHORT: Final = 10
 """The largest number of lines of a short function."""
-REDESIGNED: Final = ("scheduler/planning/device_share.py",)
-"""Modules whose structure is redesigned as a whole; this tuple goes with that change."""
-
 KEPT: Final[Mapping[str, Mapping[str, str]]] = {
     "nntask/hardware": {
         "part": "of a card that --ngpu NxPARTS splits, as the flag calls it",
@@ -199,10 +196,9 @@ def test_names_use_no_coined_words() -> None:
 def test_variables_say_what_they_hold() -> None:
     """No variable of a function of more than `SHORT` lines has a name that fits every value."""
     found = {
-        f"{name}:{line} {word}"
+        f"{path.relative_to(ROOT).as_posix()}:{line} {word}"
         for package in PACKAGES
         for path, tree in trees(package)
-        if (name := path.relative_to(ROOT).as_posix()) not in REDESIGNED
         for line, word in empty_names(tree)
     }
     assert not found, "call these variables by what they hold:\n" + "\n".join(sorted(found))
