@@ -254,7 +254,7 @@ def choose_order(step: CapturedStep, run: LanguageRun, target: MachineModel) -> 
     found, recompute = _ordered(step.plan, run, target), run.step.recompute
     if recompute == AUTO or not found.forecasts:
         return found
-    return replace(found, mix=what_is_asked(step.recorded or step.plan, recompute, lambda planned: pace_on(planned, target)))
+    return replace(found, recomputation=what_is_asked(step.recorded or step.plan, recompute, lambda planned: pace_on(planned, target)))
 
 
 def _ordered(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:

@@ -23,13 +23,16 @@ HEAD: Final = ("value", "layers", "bytes", "recomputed", "moved", "kept", "s to 
 
 def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
     """Return the order of a step, its recomputation, and the forecasts by which both were chosen."""
+    without = None if order.recomputation is None else order.recomputation.seconds_without
     return {
         "order": order.name,
         "order_is_given": run.step.order != AUTO,
         "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
         "recompute": run.step.recompute if run.step.recompute != AUTO else order.recompute,
         "recompute_is_given": run.step.recompute != AUTO,
-        "seconds_without_recompute": None if order.mix is None or order.mix.seconds_without in (None, inf) else order.mix.seconds_without,
+        "seconds_without_recompute": None if without == inf else without,
+        if order.recomputation is None or order.recomputation.seconds_without in (None, inf)
+        else order.recomputation.seconds_without,
         "values": list(_values(order, target)),
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
@@ -39,12 +42,12 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
 
 def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any]]:
     """Yield the decision about each group of values that could be recomputed, and the costs of the alternatives; nothing if there was no choice."""
-    if order.mix is None or not order.forecasts:
+    if order.recomputation is None or not order.forecasts:
         return
     pace = pace_on(order.plan, target)
     gone = {handle for handle, use in order.plan.uses.items() if use.leaves}
-    for group in order.mix.groups:
-        again = order.mix.again(group)
+    for group in order.recomputation.groups:
+        again = order.recomputation.again(group)
         others = set(group.leading(1.0)).difference(again)
         yield {
             "name": group.name,

@@ -243,8 +243,8 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             + (f"; in virtual time it takes {order.judged_seconds:.3g} s" if order.judged_seconds else "")
             + ("; of equally fast ones it moves least" if run.step.order == AUTO and order.moves_least_of_equals else "")
         )
-        if order.mix is not None and order.recompute != NONE:
-            without = order.mix.seconds_without
+        if order.recomputation is not None and order.recompute != NONE:
+            without = order.recomputation.seconds_without
             cost = "the step would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
             say(f"recomputed instead of kept: {order.recompute}; without, {cost}")
     resumed = run.start.resumed

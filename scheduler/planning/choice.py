@@ -18,7 +18,7 @@ from .finalists import MOST_JUDGED, Judge, finalists, judged
 from .forecast import Pace
 from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
 from .planned_order import PlannedOrder, planned_order
-from .recompute import NONE, Mix, Values
+from .recompute import NONE, Recomputation, Values
 from .repeated_structure import Repetition, repetition
 from .search import Search, best_of, shown_forecasts
 from .value_groups import all_groups, as_asked, values_in_blocks
@@ -63,7 +63,7 @@ def choose_plan(
     if recompute == AUTO and not costs.is_bound_by_tasks(base, is_judged=judge is not None):
         candidates = Search(plan, base, order, machine, costs).candidates()
         base = candidates[0]
-        chosen = replace(chosen, mix=base.mix)
+        chosen = replace(chosen, recomputation=base.recomputation)
     plans = partial(_plans, base, machine, costs)
     if (best := best_of(candidates, costs)) is not base:
         (chosen,) = plans(best, [best.order])
@@ -109,29 +109,29 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
         candidates = Search(share, base, one_order, one, costs).candidates()
         base, best = candidates[0], best_of(candidates, costs)
     values = Values(plan)
-    mix = _mix_of_all(best, values, repeated)
-    if mix is None:
+    recomputation = _recomputation_of_all(best, values, repeated)
+    if recomputation is None:
         return None
-    step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
-    candidate = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=mix.name, mix=mix, compared=())
+    step = OrderedStep(plan, machine, repeated) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
+    candidate = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=recomputation.name, recomputation=recomputation, compared=())
     planned = replace(planned_order(step, candidate), forecasts=shown_forecasts(base, candidate, costs))
     return planned if planned.last_bytes <= machine.last else None
 
 
-def _mix_of_all(best: PlanCandidate, values: Values, repeated: Repetition) -> Mix | None:
+def _recomputation_of_all(best: PlanCandidate, values: Values, repeated: Repetition) -> Recomputation | None:
     """Return the recomputation of the share of one device for the whole step; None if that has other groups of values.
 
     Args:
         values: values of the whole step.
         repeated: repetition of the whole step.
     """
-    mix = best.mix
-    if mix is None:
-        return Mix()
+    recomputation = best.recomputation
+    if recomputation is None:
+        return Recomputation()
     known = {group.name: group for group in all_groups(values, repeated)}
-    if any(group.name not in known for group in mix.groups):
+    if any(group.name not in known for group in recomputation.groups):
         return None
-    groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in mix.groups]
-    blocks = values_in_blocks(values) if mix.inside else Mix()
-    whole = replace(mix, groups=groups, inside=blocks.inside, between=blocks.between)
+    groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in recomputation.groups]
+    blocks = values_in_blocks(values) if recomputation.inside else Recomputation()
+    whole = replace(recomputation, groups=groups, inside=blocks.inside, between=blocks.between)
     return whole if whole.name == best.recompute else None

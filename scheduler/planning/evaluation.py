@@ -13,7 +13,7 @@ from ..core.step_plan import StepPlan
 from .device_share import own_tasks
 from .forecast import Forecast, Pace
 from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine
-from .recompute import NONE, Mix
+from .recompute import NONE, Recomputation
 
 AUTO: Final = "auto"
 
@@ -34,7 +34,7 @@ class PlanCandidate:
 
     Attributes:
         recompute: value of --recompute for the recomputation.
-        mix: the recomputation, if a search has chosen it; else None.
+        recomputation: the same as an object, if a search has chosen it; else None.
         step: the step with it, in submission order.
         order: the best of the orders.
         forecasts: forecast of each order that was to choose from, and of the submission order if it was forecast; empty if everything fits.
@@ -43,7 +43,7 @@ class PlanCandidate:
     """
 
     recompute: str
-    mix: Mix | None
+    recomputation: Recomputation | None
     step: StepPlan
     order: str
     forecasts: Mapping[str, Forecast]
@@ -66,14 +66,14 @@ def evaluate(
     order: str,
     *,
     recompute: str = NONE,
-    mix: Mix | None = None,
+    recomputation: Recomputation | None = None,
     only: Sequence[str] = (),
     compared: Sequence[str] = (SUBMISSION,),
 ) -> PlanCandidate:
     """Forecast a step in an order, or in all that "auto" chooses from, and take the best.
 
     Args:
-        recompute, mix: attributes of the candidate.
+        recompute, recomputation: attributes of the candidate.
         only: names of the orders that "auto" chooses from, if the step has them, or else the submission order; empty for all.
         compared: names of orders that are also forecast, for comparison, unless `only` is given.
 
@@ -81,7 +81,7 @@ def evaluate(
         ValueError: the step has no order of that name.
     """
     if order in (AUTO, SUBMISSION) and step.fits:
-        return PlanCandidate(recompute, mix, step.plan, SUBMISSION, {}, step.last_bytes)
+        return PlanCandidate(recompute, recomputation, step.plan, SUBMISSION, {}, step.last_bytes)
     if order == AUTO:
         names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
         forecasts, considered = _considered(step, names, () if only else compared)
@@ -91,7 +91,7 @@ def evaluate(
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(step.names())}, and auto")
     best, moves_least = _best({name: forecasts[name] for name in considered})
     shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
-    return PlanCandidate(recompute, mix, step.plan, best, shown, forecasts[best].last_bytes, moves_least)
+    return PlanCandidate(recompute, recomputation, step.plan, best, shown, forecasts[best].last_bytes, moves_least)
 
 
 class Costs:

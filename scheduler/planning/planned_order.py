@@ -9,7 +9,7 @@ from ..core.step_plan import StepPlan
 from .evaluation import PlanCandidate, evaluate
 from .forecast import Forecast, Pace
 from .ordered_step import OrderedStep, PlanningMachine
-from .recompute import NONE, Mix
+from .recompute import NONE, Recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PlannedOrder:
         moves_least_of_equals: whether another order counts as equally fast and moves more bytes.
         num_tasks: number of tasks of the step; a fused task counts as all its tasks.
         recompute: value of --recompute for the recomputation; "none" without one.
-        mix: the recomputation, with all groups of values that a planner chose from; None if none has.
+        recomputation: the same as an object, with all groups of values that a planner chose from; None if none has.
         last_bytes: bytes that the last tier must hold (`last_tier_bytes`).
         judged_seconds: seconds of a step in virtual time; 0 if it was not needed for the choice.
     """
@@ -34,7 +34,7 @@ class PlannedOrder:
     moves_least_of_equals: bool = False
     num_tasks: int = 0
     recompute: str = NONE
-    mix: Mix | None = None
+    recomputation: Recomputation | None = None
     last_bytes: int = 0
     judged_seconds: float = 0.0
 
@@ -61,7 +61,7 @@ def planned_order(step: OrderedStep, candidate: PlanCandidate, name: str | None 
         candidate.moves_least_of_equals and name == candidate.order,
         len(step.plan.tasks),
         candidate.recompute,
-        candidate.mix,
+        candidate.recomputation,
         candidate.forecasts[name].last_bytes if name in candidate.forecasts else candidate.last_bytes,
     )
 

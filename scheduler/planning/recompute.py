@@ -212,7 +212,7 @@ class ValueGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class Recomputation:
     """Selection of the values that a step recomputes: the first groups, or single values.
 
     Attributes:
@@ -246,7 +246,7 @@ class Mix:
 
     @property
     def name(self) -> str:
-        """Value of `--recompute` that selects this mix."""
+        """Value of `--recompute` that selects this recomputation."""
         if self.inside:
             return self.asked
         share = "" if self.share == 1 else f":{self.share:g}"

@@ -17,7 +17,7 @@ from ..core.step_plan import StepPlan
 from .evaluation import AUTO, CLOSE, Costs, PlanCandidate, evaluate
 from .forecast import Forecast
 from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine
-from .recompute import NONE, Mix, Values
+from .recompute import NONE, Recomputation, Values
 from .value_groups import groups_of, priced, values_in_blocks
 
 LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
@@ -46,7 +46,7 @@ class Search:
         self._groups = groups_of(self._values, machine.pace if fits else None)
         if machine.pace is not None and not fits:  # sorted as `most_again` does, which knows no machine
             self._groups = priced(self._values, self._groups, machine.pace)
-        self._base = replace(base, mix=self._leading(0))
+        self._base = replace(base, recomputation=self._leading(0))
         self._candidates = {NONE: self._base}
 
     def candidates(self) -> list[PlanCandidate]:
@@ -81,17 +81,17 @@ class Search:
             for share in SHARES:
                 self._evaluate(self._leading(count, share), orders)
 
-    def _leading(self, count: int, share: float = 1.0) -> Mix:
+    def _leading(self, count: int, share: float = 1.0) -> Recomputation:
         """Return the candidate that recomputes the first groups, the last of them for a share of its values."""
-        return Mix(self._groups, count, share, seconds_without=self._seconds_without)
+        return Recomputation(self._groups, count, share, seconds_without=self._seconds_without)
 
-    def _evaluate(self, mix: Mix, orders: Sequence[str]) -> PlanCandidate:
+    def _evaluate(self, recomputation: Recomputation, orders: Sequence[str]) -> PlanCandidate:
         """Return the candidate with a recomputation, evaluated in some orders; in all if none is named."""
-        if mix.name not in self._candidates:
-            step = OrderedStep(mix.apply(self._values), self._machine)
+        if recomputation.name not in self._candidates:
+            step = OrderedStep(recomputation.apply(self._values), self._machine)
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            self._candidates[mix.name] = evaluate(step, self._order, recompute=mix.name, mix=mix, only=only)
-        return self._candidates[mix.name]
+            self._candidates[recomputation.name] = evaluate(step, self._order, recompute=recomputation.name, recomputation=recomputation, only=only)
+        return self._candidates[recomputation.name]
 
     def _fastest(self, candidate: PlanCandidate, count: int) -> list[str]:
         """Return the fastest orders of a candidate; on several devices without the submission order, which is there for comparison."""

@@ -17,7 +17,7 @@ from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
 from .evaluation import AUTO
 from .forecast import Pace
-from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
+from .recompute import BLOCK, NONE, Recomputation, ValueGroup, Values, clones_of
 from .repeated_structure import Repetition, repetition
 
 LEAST_SHARE: Final = 0.01
@@ -123,27 +123,27 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     if recompute in (NONE, AUTO):
         return plan
     values = Values(plan)
-    return _asked_mix(values, recompute).apply(values)
+    return _asked_recomputation(values, recompute).apply(values)
 
 
-def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Mix:
+def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Recomputation:
     """Return what "none", "block" or names of operations recompute, among the groups that a planner would choose from.
 
     Args:
         pace: as in `groups_of`.
     """
     values = Values(plan)
-    return replace(_asked_mix(values, recompute), groups=groups_of(values, pace))
+    return replace(_asked_recomputation(values, recompute), groups=groups_of(values, pace))
 
 
-def _asked_mix(values: Values, recompute: str) -> Mix:
+def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
     """Return what "none", "block" or names of operations recompute.
 
     Raises:
         ValueError: as in `as_asked`.
     """
     if recompute == NONE:
-        return Mix()
+        return Recomputation()
     if recompute == BLOCK:
         return values_in_blocks(values)
     handles = set[HandleRecord]()
@@ -155,7 +155,7 @@ def _asked_mix(values: Values, recompute: str) -> Mix:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
             raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
         handles.update(handle for group in matching for handle in group.leading(_share_of(share)))
-    return Mix(inside=handles, asked=recompute)
+    return Recomputation(inside=handles, asked=recompute)
 
 
 def _share_of(text: str) -> float:
@@ -174,11 +174,11 @@ def most_again(plan: StepPlan) -> Iterator[StepPlan]:
     """Yield the steps with the largest recomputations that a planner chooses from, on any machine; none if nothing can be recomputed."""
     values = Values(plan)
     groups = groups_of(values, None)
-    mixes = Mix(groups, len(groups)), values_in_blocks(values)
-    return (mix.apply(values) for mix in mixes if mix.name != NONE)
+    largest = Recomputation(groups, len(groups)), values_in_blocks(values)
+    return (recomputation.apply(values) for recomputation in largest if recomputation.name != NONE)
 
 
-def values_in_blocks(values: Values) -> Mix:
+def values_in_blocks(values: Values) -> Recomputation:
     """Return the recomputation of all values that nothing outside their block reads before the backward pass; nothing without marked blocks.
 
     What blocks read from each other is kept.
@@ -194,4 +194,4 @@ def values_in_blocks(values: Values) -> Mix:
             between.add(handle)
         elif plan.tasks[value.wanted].block != block and values.is_away_for(value, 1):
             inside.add(handle)
-    return Mix(inside=inside, between=between)
+    return Recomputation(inside=inside, between=between)

@@ -104,10 +104,10 @@ def test_what_one_makes_again_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = searches(monkeypatch)
     found = choose_plan(plan, AUTO, AUTO, **short(plan, 4, 1 / 3))
     assert seen.count(False) == 1
-    assert found.mix is not None
-    assert whole.mix is not None
-    assert found.recompute == found.mix.name == "widen"
-    assert [group.layers for group in found.mix.groups] == [group.layers for group in whole.mix.groups]
+    assert found.recomputation is not None
+    assert whole.recomputation is not None
+    assert found.recompute == found.recomputation.name == "widen"
+    assert [group.layers for group in found.recomputation.groups] == [group.layers for group in whole.recomputation.groups]
     assert sum(task.num_clones for task in found.plan.tasks) > 8
 
 

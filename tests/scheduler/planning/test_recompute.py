@@ -197,15 +197,15 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
     kept, chosen = (choose_plan(plan, order, each, **short) for each in (NONE, AUTO))
     assert chosen.recompute.startswith("widen")
     assert chosen.seconds < 0.9 * kept.seconds
-    assert chosen.mix is not None
-    assert chosen.mix.seconds_without == kept.seconds
+    assert chosen.recomputation is not None
+    assert chosen.recomputation.seconds_without == kept.seconds
     assert choose_plan(plan, order, chosen.recompute, **short).seconds == chosen.seconds
     least = min(last_tier_bytes(each, computes=True) for each in most_again(plan))
     fitting = choose_plan(plan, order, AUTO, memory=least, last=least, computes_on_last=True, pace=pace)
     assert last_tier_bytes(fitting.plan, computes=True) <= least < last_tier_bytes(plan, computes=True)
-    assert fitting.mix is not None
-    assert fitting.mix.seconds_without == inf
-    assert [group.seconds for group in fitting.mix.groups] == [group.seconds for group in chosen.mix.groups]  # not bytes
+    assert fitting.recomputation is not None
+    assert fitting.recomputation.seconds_without == inf
+    assert [group.seconds for group in fitting.recomputation.groups] == [group.seconds for group in chosen.recomputation.groups]  # not bytes
 
 
 def test_a_mix_with_which_everything_fits_moves_nothing() -> None:
@@ -215,8 +215,8 @@ def test_a_mix_with_which_everything_fits_moves_nothing() -> None:
     assert found.recompute.startswith("widen")
     assert found.plan.needed_bytes() <= int(0.6 * plan.needed_bytes())
     assert (found.name, found.moved_bytes, found.seconds) == ("submission", 0, pytest.approx(1e-3 * len(found.plan.tasks)))
-    assert found.mix is not None
-    assert found.seconds < (found.mix.seconds_without or 0)
+    assert found.recomputation is not None
+    assert found.seconds < (found.recomputation.seconds_without or 0)
 
 
 def test_clones_are_marked_in_any_order() -> None:
@@ -239,7 +239,7 @@ def test_moving_is_preferred_where_links_are_fast() -> None:
 
 @pytest.mark.parametrize(("num_devices", "again"), [(1, "widen:0.67"), (2, NONE)])
 def test_what_copies_may_cost_beside_a_forecast_counts_on_one_device(num_devices: int, again: str) -> None:
-    """Where tasks alone take as long as the step, and a mix would hardly cost anything."""
+    """Where tasks alone take as long as the step, and a recomputation would hardly cost anything."""
     plan = wide_step()
 
     def cheap(each: StepPlan) -> Pace:
