@@ -14,6 +14,7 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def written_aside(target: Path) -> Iterator[Path]:
             message names its present path.
     """
     target = target.absolute()
-    if target.exists() and not (target.is_file() or target.is_dir()):
+    if _is_special(target):
         raise OSError(errno.EINVAL, "it must be a regular file or new, and is a device, a pipe or a socket")
     make_directories(target.parent)
     with _locked(target.parent):  # without this lock, another writer would remove the new directory as stale before it is locked
@@ -58,6 +59,17 @@ def written_aside(target: Path) -> Iterator[Path]:
         if is_done or not (aside / _OLD).exists():
             shutil.rmtree(aside, ignore_errors=True)
         os.close(lock)
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether `path` is a device, a pipe or a socket. One look: between two, another writer can move its old directory away."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def remove_stale(parent: Path, name: str = "") -> None:

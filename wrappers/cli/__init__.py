@@ -90,6 +90,16 @@ def run_train(argv: Sequence[str], *, changed: Changed, around: AroundTraining) 
     return run(argv, changed=changed, around=around)
 
 
+def release() -> str:
+    """Return the installed version of nntask; "in the source tree" for a checkout that is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("nntask")
+    except metadata.PackageNotFoundError:
+        return "in the source tree"
+
+
 def _answer(command: Callable[[], int], output: Output) -> int:
     """Run a command and print its error, except Ctrl-C; returns the exit code."""
     try:
@@ -129,9 +139,7 @@ def _dispatch(args: list[str]) -> int:
         print(_usage())
         return 0 if args else 2
     if args[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"nntask {version('nntask')}")
+        print(f"nntask {release()}")
         return 0
     command = args[0]
     if command not in COMMANDS:

@@ -83,6 +83,32 @@ def test_writers_of_one_directory_do_not_disturb_each_other(tmp_path):
     assert (tmp_path / "out" / "a").read_text() in "0123"
 
 
+def test_a_directory_that_another_writer_moves_away_is_not_a_device(tmp_path):
+    """The target is away for one look at the file system, the n-th, and back at the next one: the writer reaches its block all the same."""
+    target, away = tmp_path / "out", tmp_path / "away"
+    make(target, "old")
+
+    def move(_frame: object, event: str, function: object) -> None:
+        nonlocal looks
+        if event == "c_call" and function is os.stat:
+            looks += 1
+            if looks == absent:
+                target.rename(away)
+            elif looks == absent + 1:
+                away.rename(target)
+
+    absent, looks = 0, 0
+    while absent <= looks:
+        absent, looks = absent + 1, 0
+        sys.setprofile(move)
+        try:
+            with pytest.raises(KeyError), written_aside(target):
+                raise KeyError
+        finally:
+            sys.setprofile(None)
+    assert absent > 3
+
+
 def test_directories_have_the_usual_rights(tmp_path):
     """Those of mkdir, not of a temporary directory."""
     (tmp_path / "usual").mkdir()

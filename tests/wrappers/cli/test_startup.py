@@ -43,3 +43,10 @@ def test_training_imports_only_what_it_uses(tmp_path: Path) -> None:
     names = imported("train", *flags.split(), folder=tmp_path)
     assert "numpy" in names
     assert not LATER & names
+
+
+def test_a_checkout_that_is_not_installed_has_a_version() -> None:
+    """Without site-packages, where the version of an installed nntask is found; `system_fingerprint` of `nntask serve` is the same words."""
+    program = "import wrappers.cli as cli; raise SystemExit(cli.main(['--version']))"
+    done = subprocess.run([sys.executable, "-S", "-c", program], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "nntask in the source tree\n", "")

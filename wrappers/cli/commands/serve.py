@@ -200,18 +200,19 @@ def _clock(day: str) -> Callable[[], datetime]:
 def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, model: str) -> Service:
     """Return the served model with the settings of the server."""
     import time
-    from importlib.metadata import version
 
     from nntask.config import parse_size
     from wrappers.serve.app import Service
     from wrappers.serve.loopback import listens_locally
+
+    from .. import release
 
     name, key = asked.name or Path(model).resolve().name, _key(asked.api_key_file)
     is_local = listens_locally(asked.host)
     if not is_local and not key:
         print(f"nntask: every program that reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
     limits = (parse_size(asked.max_body, "--max-body"), asked.receive_seconds)
-    return Service(name, int(time.time()), f"nntask-{version('nntask')}", ids, template, key, *limits, is_local, asked.strict_fields)
+    return Service(name, int(time.time()), f"nntask-{release()}", ids, template, key, *limits, is_local, asked.strict_fields)
 
 
 def _key(file: str) -> str:
