@@ -19,6 +19,7 @@ from .core.errors import (
     TierFailed,
 )
 from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .core.shortage import Shortage
 from .drivers.callbacks import FinishedTask, OnTask
 from .drivers.cpu import usable_cores
 from .drivers.disk import Source
@@ -50,6 +51,7 @@ __all__ = [
     "Runtime",
     "RuntimeBroken",
     "SchedulerError",
+    "Shortage",
     "Source",
     "Stalled",
     "Step",

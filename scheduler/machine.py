@@ -27,7 +27,8 @@ from .core.memory.extents import PAGE, rounded
 from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
-from .core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
+from .core.records import FILE, PROGRAM, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
+from .core.shortage import pieces_of
 from .core.step_plan import RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
 from .execution.waiting import sleep_until
@@ -43,6 +44,7 @@ __all__ = [
     "MEMORY_LINK",
     "PAGE",
     "POLICIES",
+    "PROGRAM",
     "RAM",
     "SIM_DEPTH",
     "TRACE_FORMAT",
@@ -80,6 +82,7 @@ __all__ = [
     "carry_out",
     "kept_in_contribution",
     "key_of",
+    "pieces_of",
     "policy_of",
     "rounded",
     "sleep_until",

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from scheduler import CapturingRuntime
+from scheduler import CapturingRuntime, Shortage
 from tiles import BLOCK_FORMATS, ENCODED_FORMATS
 
 from ..adapters.lora import adapted
@@ -256,7 +256,12 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
     most = _LARGEST_WINDOW if budget is None else min(_LARGEST_WINDOW, budget // _COPIES)
     if most < row and budget is not None:
         least = format_size(row * _COPIES)
-        raise DoesNotFit(f"--ram {format_size(budget)} is too little for a row of {name}, which needs {least}; the least that will do is {least}")
+        raise DoesNotFit(
+            f"{format_size(budget)} is too little for a row of {name}, which needs {least}",
+            f"the least that will do is {least}",
+            flag="--ram",
+            shortage=Shortage("task", "ram", row * _COPIES, budget, task=name),
+        )
     yield from windows(shape, max(itemsize, target.dtype.itemsize), most, axis)
 
 

@@ -4,6 +4,7 @@ from .gpus import GpuPlan, cards, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
 from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, pace_on, this_machine
 from .machine_spec import Budget, MachineSpec, check_budgets, devices_of, free_bytes, machine_of, with_budgets
+from .memory_advice import is_device
 from .runtimes import FAILURES, as_user_error, open_runtime, runtime_for
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "gemm_peak",
     "give_back_freed",
     "imaginary_machine",
+    "is_device",
     "known_gemm_peak",
     "machine_of",
     "memory_bandwidth",

@@ -50,8 +50,10 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
     left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
     if left <= 0:
         raise DoesNotFit(
-            f"--attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and the budget is {format_size(gpus.nbytes)}; "
-            "raise --gpu-memory, or begin a run with --attention flash"
+            f"cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and the budget is {format_size(gpus.nbytes)}",
+            "raise --gpu-memory, or begin a run with --attention flash",
+            flag="--attention",
+            shortage=scheduler.Shortage("reserve", gpus.names[0], ATTENTION_WORKSPACE_NBYTES, gpus.nbytes),
         )
     return replace(gpus, nbytes=left, has_cudnn=True)
 

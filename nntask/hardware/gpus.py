@@ -15,7 +15,8 @@ from functools import cache
 from threading import Lock
 from typing import Any, Final
 
-from scheduler import Codelet, usable_cores
+from scheduler import Codelet, Shortage, usable_cores
+from scheduler import DoesNotFit as NoRoom
 from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.machine import RecordedTask
 
@@ -27,6 +28,8 @@ ALL_GPUS: Final = -1
 """Value of --ngpu for all GPUs, of which there must be one."""
 DEFAULT_SHARE: Final = 0.9
 """Share of the free memory of a card, apart from `CONTEXT_NBYTES` for each of its parts."""
+_LEAST_NBYTES: Final = 1 << 20
+"""Least budget of a part of a card."""
 
 
 class CudaCards:
@@ -206,10 +209,13 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     """
     least = min(found, key=lambda card: card.free_nbytes)
     free = least.free_nbytes // split - CONTEXT_NBYTES
-    if free < 1 << 20:
+    node = f"cuda:{least.index}"
+    if free < _LEAST_NBYTES:
         raise DoesNotFit(
             f"GPU {least.index} ({least.name}) has {format_size(least.free_nbytes)} of {format_size(least.nbytes)} free, too little for {split} "
-            f"part{'' if split == 1 else 's'} of it; end other programs that use the card, or use --ngpu 0"
+            f"part{'' if split == 1 else 's'} of it",
+            "end other programs that use the card, or use --ngpu 0",
+            shortage=Shortage("reserve", node, split * (CONTEXT_NBYTES + _LEAST_NBYTES), least.free_nbytes),
         )
     if not text:
         return int(DEFAULT_SHARE * free)
@@ -217,9 +223,11 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     nbytes = int(share * min(card.nbytes for card in found)) // split if share is not None else parse_size(text, "--gpu-memory")
     if nbytes > free:
         raise DoesNotFit(
-            f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
-            f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end "
-            "other programs that use the card"
+            f"{text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
+            f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself",
+            "lower it, or end other programs that use the card",
+            flag="--gpu-memory",
+            shortage=Shortage("reserve", node, nbytes, free),
         )
     return nbytes
 
@@ -245,8 +253,10 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
                 device.open_attention(tell)
             unused.pop_all()
         return devices
+    except NoRoom as error:
+        raise DoesNotFit(error.fact, "lower --gpu-memory, or end other programs that use the card", shortage=error.shortage) from error
     except MemoryError as error:
-        raise DoesNotFit(str(error)) from error
+        raise DoesNotFit(str(error), shortage=Shortage("outside", plan.names[0], 0, plan.nbytes, task="CUDA", detail=str(error))) from error
     except ImportError as error:
         raise UsageError(f"{error}") from error
     except RuntimeError as error:  # an error of CUDA or cuBLAS, or a source that does not compile
@@ -314,8 +324,10 @@ def without_nccl(gpus: GpuPlan, split: int, taken: int) -> GpuPlan:
     left = gpus.nbytes - -(-taken // split)
     if left <= 0:
         raise DoesNotFit(
-            f"--transport nccl has taken {format_size(taken)} of {gpus.names[0]}, and --gpu-memory is {format_size(gpus.nbytes)}; raise it, use "
-            "fewer nodes, or use --transport dask"
+            f"nccl has taken {format_size(taken)} of {gpus.names[0]}, and --gpu-memory is {format_size(gpus.nbytes)}",
+            "raise it, use fewer nodes, or use --transport dask",
+            flag="--transport",
+            shortage=Shortage("reserve", gpus.names[0], taken, gpus.nbytes),
         )
     return replace(gpus, nbytes=left)
 

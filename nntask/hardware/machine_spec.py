@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from scheduler import DoesNotFit as NoRoom
+from scheduler import Shortage
 from scheduler.machine import policy_of
 from scheduler.storage import check_budgets as check_memory
-from scheduler.storage import filled_budgets
+from scheduler.storage import filled_budgets, memory_limit
 
 from ..config.disk import disk_of
 from ..config.settings import ResourceSettings
@@ -202,14 +204,25 @@ def check_budgets(machine: MachineSpec) -> None:
         raise cannot_reserve(machine, error) from error
     disk = machine.disk
     if disk is not None and disk.budget.is_given and disk.budget.nbytes > (free := free_bytes(disk.directory)):
-        raise DoesNotFit(f"--disk {disk.directory}: SIZE is {disk.budget.nbytes:,} B, and {free:,} B are free there; lower it, or free some room")
+        raise DoesNotFit(
+            f"{disk.directory}: SIZE is {disk.budget.nbytes:,} B, and {free:,} B are free there",
+            "lower it, or free some room",
+            flag="--disk",
+            shortage=Shortage("reserve", "disk", disk.budget.nbytes, free),
+        )
 
 
 def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     """Return the error for budgets that the system refuses, with their flags."""
-    given = (("--ram", machine.ram.text), ("--gpu-memory", machine.device.text))
-    flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
-    return DoesNotFit(f"{flags} cannot be reserved: {error}")
+    given = [(flag, text) for flag, text in (("--ram", machine.ram.text), ("--gpu-memory", machine.device.text)) if text]
+    others = "".join(f" and {flag} {text}" for flag, text in given[1:])
+    flag, size = given[0] if given else ("", "the default --ram")
+    if isinstance(error, NoRoom):
+        why, remedy, shortage = error.fact, error.remedy, error.shortage
+    else:  # an error of mmap
+        nbytes = machine.ram.nbytes + machine.device.nbytes * machine.num_simulated
+        why, remedy, shortage = str(error), "lower it", Shortage("reserve", "ram", nbytes, memory_limit(), detail=str(error))
+    return DoesNotFit(f"{size}{others} cannot be reserved: {why}", remedy, flag=flag, shortage=shortage)
 
 
 def _disk_tier(text: str) -> DiskSpec | None:

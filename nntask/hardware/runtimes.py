@@ -13,10 +13,10 @@ from scheduler import DoesNotFit as NoRoom
 from tiles.kernels import KernelBuildError, kernel_versions
 
 from ..config.run_config import LanguageRun
-from ..errors import Diverged, DoesNotFit, NntaskError, StorageError
+from ..errors import Diverged, NntaskError, StorageError
 from .gpus import close_gpus, open_gpus
-from .machine_model import DISK
 from .machine_spec import MachineSpec, cannot_reserve
+from .memory_advice import does_not_fit
 
 
 class FoundNaN(ArithmeticError):
@@ -98,7 +98,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
             raise cannot_reserve(machine, error) from error
         except OSError as error:
             raise StorageError(
-                f"--disk {'' if disk is None else disk.budget.text}: {error.strerror or error}; name a directory that can be written"
+                f"--disk {'' if disk is None else disk.budget.text}: {error.strerror or error}", "name a directory that can be written"
             ) from error
         unused.pop_all()  # the runtime owns them from here on
     return runtime
@@ -121,50 +121,17 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
         lower: flags to lower, an argument of `does_not_fit`.
     """
     if runtime.tier_failure is not None:
-        return StorageError(f"{runtime.tier_failure}; {aside}")
+        return StorageError(runtime.tier_failure.fact, f"free space there, choose another directory with --disk, or raise --ram; {aside}")
     if isinstance(error, DeviceFailed):
-        return StorageError(f"{error}; {aside}")
+        return StorageError(error.fact, f"{error.remedy}; {aside}")
     refusal = error if isinstance(error, NoRoom) else runtime.refusal
     if refusal is not None:
-        return does_not_fit(refusal, machine, lower=lower)
+        return does_not_fit(refusal.shortage, machine, lower=lower)
     if isinstance(error.__cause__, KernelBuildError):
-        return StorageError(f"{error.__cause__}; {aside}")
+        return StorageError(str(error.__cause__), aside)
     for cause in (error.__cause__, runtime.source_failure):
         if isinstance(cause, NntaskError):
             return cause
     if isinstance(error.__cause__, FoundNaN):
-        return Diverged(f"{error.__cause__}; lower --lr, raise --warmup-steps or set --grad-clip 1")
+        return Diverged(str(error.__cause__), "lower --lr, raise --warmup-steps or set --grad-clip 1")
     return error
-
-
-def does_not_fit(error: NoRoom, machine: MachineSpec, *, lower: str | None = None) -> DoesNotFit:
-    """Return the scheduler's refusal with the flags that help and their values; the kind of task determines which tile to lower.
-
-    Args:
-        lower: flags that make tasks smaller when they are lowered, for a command without flags of tiles; "" if it has none.
-    """
-    if error.node.startswith("GPU "):  # memory for CUDA itself, outside of the budget; the message has the remedy
-        return DoesNotFit(str(error))
-    story = str(error).partition("; raise the budget")[0]
-    disk = machine.disk
-    if disk is not None and error.node == DISK:
-        return DoesNotFit(f"{story}; raise SIZE in --disk {disk.directory}:SIZE, now --disk {disk.budget.text}")
-    flag, budget = ("--gpu-memory", machine.device) if error.node.startswith(("sim", "cuda")) else ("--ram", machine.ram)
-    flag += f" (now {budget.text or 'the default'})"
-    if lower is not None:
-        is_full = "are taken" in story  # else the task alone is too large, and free bytes elsewhere do not help
-        is_work = not story.startswith("program ")  # else it is a weight that is being loaded, or an input
-        changes = [f"raise {flag}", *([f"lower {lower}"] if lower and is_work else []), *(["add --disk DIR"] if is_full and not disk else [])]
-        return DoesNotFit(f"{story}; {', or '.join(changes)}")
-    if "are taken" in story:
-        return DoesNotFit(f"{story}; raise {flag}, lower --minibatch, or use --recompute block")
-    task = story.partition(" ")[0]
-    if any(word in task for word in ("head", "embedding", "cross_entropy")):
-        tile = "--vocab-tile"
-    elif "attention" in task:
-        tile = "--seq-tile or --head-tile"
-    elif "adam" in task or "sgd" in task:
-        tile = "--inner-tile or --vocab-tile"
-    else:
-        tile = "--minibatch-tile or --seq-tile"
-    return DoesNotFit(f"{story}; raise {flag}, or lower {tile}")

@@ -144,7 +144,8 @@ def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, .
     if needed.fit(target):
         return
     flags = " or ".join(flag for flag, less in smaller.items() if less != size and needs(*less).fit(target))
-    raise DoesNotFit(f"{said}: {shortage(target, needed)}; {f'lower {flags}, or ' if flags else ''}{what_to_raise(target, needed)}")
+    lack = shortage(target, needed)
+    raise DoesNotFit(f"{said}: {lack.fact}", f"{f'lower {flags}, or ' if flags else ''}{what_to_raise(target, needed)}", shortage=lack)
 
 
 def what_to_raise(target: MachineModel, needs: Needs) -> str:
@@ -178,7 +179,8 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
     if (needs := lacking(fewest)) is not None:
         smaller = "lower --slots or --max-context, or " if not is_exact else "lower --cache-tokens, or "
         size = f"{shape.slots} texts over a cache of {fewest.num_pages * shape.page} tokens"
-        raise DoesNotFit(f"{size}: {shortage(target, needs)}; {smaller}{what_to_raise(target, needs)}")
+        lack = shortage(target, needs)
+        raise DoesNotFit(f"{size}: {lack.fact}", f"{smaller}{what_to_raise(target, needs)}", shortage=lack)
     fits, not_so = fewest.num_pages, shape.num_pages
     while not_so - fits > max(1, fits // 16):
         middle = (fits + not_so) // 2

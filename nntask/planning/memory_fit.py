@@ -98,7 +98,8 @@ def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[Mach
 
 def does_not_fit(target: MachineModel, needs: Needs, changes: Sequence[str]) -> DoesNotFit:
     """Return the error for a step that does not fit a machine, with the changes that would make it fit."""
-    return DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes)}")
+    lack = shortage(target, needs)
+    return DoesNotFit(lack.fact, f"it would fit with {', or '.join(changes)}", shortage=lack)
 
 
 def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.machine import RecordedTask
+from scheduler import Shortage
+from scheduler.machine import RecordedTask, pieces_of
 
 from ..hardware.machine_model import MachineModel
 
@@ -94,19 +95,19 @@ class Needs:
         return at in target.compute_nodes and target.nodes[at][1] - (0 if at else self.reading) >= self.task
 
 
-def shortage(target: MachineModel, needs: Needs) -> str:
-    """Return a sentence on the budget that is too small; if there are several, on the last tier's."""
+def shortage(target: MachineModel, needs: Needs) -> Shortage:
+    """Return the budget that is too small; if there are several, the last tier's."""
     if not needs.fits_task(target):
-        data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.largest.accesses)
-        return (
-            f"{needs.largest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_node_nbytes:,} B of the largest memory "
-            "with workers for it" + (f" without the {needs.reading:,} B of RAM for readers of files" if needs.reading else "")
-        )
+        node = max(target.compute_nodes, key=lambda at: target.nodes[at][1])
+        largest = needs.largest
+        pieces = pieces_of(largest.accesses)
+        name, nbytes = target.nodes[node]
+        return Shortage("task", name, needs.task, nbytes, task=largest.name, pieces=pieces, reading=needs.reading)
     short = needs.short(target)
     if [node for node, _ in short] == needs.idle(target):
         node, nbytes = short[0]
         name = target.nodes[node][0]
-        return f"the smallest task that computes needs {nbytes:,} B, more than the {target.budgets[name]:,} B of {name}, which would stay idle"
+        return Shortage("idle", name, nbytes, target.budgets[name])
     node, nbytes = max(short, key=lambda each: each[0] == target.last)
     name = target.nodes[node][0]
-    return f"the step needs {nbytes:,} B of {name} at least, more than its budget of {target.budgets[name]:,} B"
+    return Shortage("step", name, nbytes, target.budgets[name])

@@ -154,8 +154,9 @@ def with_few_tasks(run: RunConfig, target: MachineModel, flag: str = "--devices"
         if target.rates is not None and not has_too_many_tasks(_in_coarse_tiles(run, larger)):
             flops = target.rates["sim"].flops
             raise DoesNotFit(
-                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step; plan for larger "
-                f"ones, such as {flag} {format_devices(target.num_devices, enough, flops).removeprefix('1x')}, or lower --batch"
+                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step",
+                f"plan for larger ones, such as {flag} {format_devices(target.num_devices, enough, flops).removeprefix('1x')}, or lower --batch",
+                shortage=scheduler.Shortage("step", target.nodes[target.compute_nodes[0]][0], enough, target.largest_node_nbytes),
             )
     return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `capture` says so
 
@@ -168,12 +169,12 @@ def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> R
 def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
     """Return the costs of the step, with the memory of file readers, or why it cannot run, and the node without free bytes if the needs are met."""
     if not needs.fit(target):
-        return None, shortage(target, needs), ""
+        return None, shortage(target, needs).fact, ""
     target = target.without(needs.reading)
     try:
         simulation = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
-        return None, str(error).partition("; raise the budget")[0], error.node
+        return None, error.fact, error.shortage.node
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there

@@ -61,7 +61,7 @@ class CapturingRuntime(RecordingRuntime):
             RecordingError: no `record()` block has ended.
         """
         if self._plan is None:
-            raise RecordingError("nothing has been captured yet; emit tasks inside `with runtime.record()` and leave the block first")
+            raise RecordingError("nothing has been captured yet", "emit tasks inside `with runtime.record()` and leave the block first")
         return self._plan
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:

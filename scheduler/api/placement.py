@@ -12,6 +12,7 @@ from ..core.codelet import Codelet
 from ..core.errors import DoesNotFit, PlacementError
 from ..core.machine import Machine
 from ..core.records import NodeId, WorkerId, WorkerKind
+from ..core.shortage import Piece, Shortage
 from ..execution.workers import worker_name
 from .task_runtime import Access
 
@@ -41,10 +42,7 @@ def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
     kinds, kind = codelet.kinds, worker.partition(":")[0]
     placed = tuple(candidate for candidate in kinds if candidate == kind)
     if not placed:
-        raise PlacementError(
-            f"{codelet!r} was placed on {worker} and runs on {', '.join(kinds) or 'nothing'}; give it an implementation for {kind} workers, or "
-            f"submit it outside place({worker!r})"
-        )
+        raise PlacementError(worker, codelet=codelet.name, kinds=kinds)
     return placed
 
 
@@ -85,9 +83,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
 
 def too_large(codelet: Codelet, accesses: Sequence[Access], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
     """Return the error for a task whose data exceeds the memory of every eligible worker."""
-    sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
-    where = f"the largest memory a worker of kind {' or '.join(ability.kinds)} has here; raise the budget or use smaller tiles or minibatches"
+    pieces = tuple(Piece(mode, handle.name or "unnamed", handle.record.size) for handle, mode in accesses)
     node = machine.memory.name_of(ability.node)
-    if ability.pin:
-        where = f"{node}, on which it was placed; raise the budget, use smaller tiles or minibatches, or submit it outside place({ability.pin!r})"
-    return DoesNotFit(f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {ability.capacity:,} B of {where}", node)
+    shortage = Shortage("task", node, nbytes, ability.capacity, task=codelet.name, pieces=pieces, workers=ability.kinds, pin=ability.pin)
+    return DoesNotFit(shortage)

@@ -106,7 +106,7 @@ class Step:
             why = use.handle.lost
             if why is not None and use.needs_data:
                 self._raise_unreported()
-                raise HandleLost(f"the step reads {use.handle!r}, which is lost because {why}; restore or overwrite it first")
+                raise HandleLost(repr(use.handle), why, is_step=True)
         instance.replay.number = self._number
         ticket = Ticket(executor, instance, self._acquire)
         self._waiters[which] = ticket.done
@@ -124,7 +124,7 @@ class Step:
 
     def _planned(self) -> StepPlan:
         if self.plan is None:
-            raise RecordingError("the step is still being recorded (or recording failed); leave the `with runtime.record()` block first")
+            raise RecordingError("the step is still being recorded (or recording failed)", "leave the `with runtime.record()` block first")
         return self.plan
 
 
@@ -196,7 +196,7 @@ class Ticket:
         if twin.released:
             raise RecordingError(f"{handle!r} is not an output of the step: nothing referenced it when the recording ended")
         if self._instance.replay.number != self.number:
-            raise RecordingError(f"{handle!r} of replay {self.number} was overwritten by replay {self._instance.replay.number}; read it earlier")
+            raise RecordingError(f"{handle!r} of replay {self.number} was overwritten by replay {self._instance.replay.number}", "read it earlier")
         return self._acquire(twin, R, lambda: self.failure)
 
 

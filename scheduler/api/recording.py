@@ -88,7 +88,7 @@ class RecordingRuntime(TaskRuntime):
         names = self.worker_names
         pin = next((number for number, name in names.items() if name == worker), None)
         if pin is None:
-            raise PlacementError(f"place() takes the name of a worker of this runtime, got {worker!r}; name one of {', '.join(names.values())}")
+            raise PlacementError(worker, workers=list(names.values()))
         entered = _Pin(threading.current_thread(), pin)
         self._pins.append(entered)
         try:
@@ -166,7 +166,7 @@ class Recorder:
         if record in self.created:
             return record
         if mode != R:
-            raise RecordingError(f"{handle!r} is an input; a recorded task may only read it (got mode {mode}); copy it first")
+            raise RecordingError(f"a recorded task may only read an input, and {handle!r} was given with mode {mode}", "copy it first")
         own = self.inputs.get(record)
         if own is None:
             own = self.inputs[record] = self.runtime.clone_record(record)
@@ -186,6 +186,6 @@ class Recorder:
         plan = StepPlan([*copies, *self.tasks], owned)
         for task, record in plan.unwritten():
             raise RecordingError(
-                f"{task.name} reads {record!r}, which no earlier task of the step writes; write it inside the step or before recording"
+                f"{task.name} reads {record!r}, which no earlier task of the step writes", "write it inside the step or before recording"
             )
         return plan

@@ -18,6 +18,7 @@ from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.policies import POLICIES, Placement, policy_of
 from ..core.records import NEW, DataClass, HandleRecord, Mode, Task, WorkerId
+from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
@@ -101,7 +102,9 @@ class Runtime(RecordingRuntime):
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
         ram -= staging_nbytes(len(gpus), has_tier=directory is not None)
         if ram <= 0:
-            raise DoesNotFit(f"the budget of host memory must exceed the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
+            staging = THREADS * STAGE_NBYTES
+            fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {ram + staging:,} B"
+            raise DoesNotFit(Shortage("full", "ram", staging, ram + staging), fact, "raise it")
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
         self._graphs = graphs and self.has_gpus
@@ -183,7 +186,7 @@ class Runtime(RecordingRuntime):
 
     def _attach(self, handle: Handle, source: Source) -> None:
         if self._recorder is not None:
-            raise RecordingError(f"{handle!r} was attached to a source while a step is being recorded; attach it before")
+            raise RecordingError(f"{handle!r} was attached to a source while a step is being recorded", "attach it before")
         self._executor.attach(handle.record, source)
 
     def _acquire_record(self, record: HandleRecord, mode: Mode, cause: Callable[[], BaseException | None]) -> AbstractContextManager[Any]:
@@ -193,7 +196,7 @@ class Runtime(RecordingRuntime):
 
     def _refuse_while_recording(self, record: HandleRecord) -> None:
         if self._recorder is not None:
-            raise RecordingError(f"{record!r} cannot be acquired while a step is being recorded; read values through the ticket of a replay")
+            raise RecordingError(f"{record!r} cannot be acquired while a step is being recorded", "read values through the ticket of a replay")
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         executor = self._executor
@@ -264,7 +267,7 @@ class Runtime(RecordingRuntime):
                 no results to recompute by such an operation.
         """
         if self._recorder is not None:
-            raise RecordingError("a step is already being recorded; recordings do not nest")
+            raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
         step = Step(self._executor, self.clone_record, self._acquire_record)
         with self._captured() as recorder:
             yield step

@@ -179,9 +179,7 @@ class Dispatch:
                 return False
         except NothingToRead as unwritten:
             lost = unwritten.handle.lost
-            why = "nothing has written; write it first" if lost is None else f"is lost because {lost}"
-            reason = f"{task!r} reads {unwritten.handle!r}, which {why}"
-            self.to_cancel.append((task, TaskError(reason)))
+            self.to_cancel.append((task, TaskError("lost" if lost else "unwritten", repr(task), data=repr(unwritten.handle), why=lost or "")))
             return True
         worker.assigned.append(task)
         if task.num_arriving:

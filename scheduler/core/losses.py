@@ -62,8 +62,7 @@ class Losses:
         for handle, mode in task.accesses:
             why = handle.lost or stale.get(handle)
             if why is not None and (mode == R or mode == RW):
-                reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {why}"
-                self._dispatch.to_cancel.append((task, TaskError(reason)))
+                self._dispatch.to_cancel.append((task, TaskError("lost", repr(task), data=repr(handle), why=why)))
                 return True
         return False
 
@@ -129,7 +128,7 @@ class Losses:
         for task in waiting:
             if is_read and any(used is handle and mode != W for used, mode in task.accesses):
                 replicas.copies.forget(task)
-                cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
+                cancelled = TaskError("unread", repr(task), data=repr(handle), why=handle.lost or "")
                 cancelled.__cause__ = error
                 dispatch.to_cancel.append((task, cancelled))
             elif not task.num_arriving:

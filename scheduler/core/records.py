@@ -29,6 +29,9 @@ WorkerKind = Literal["cpu", "cuda", "sim", "host"]
 ReplicaState = Literal["reserved", "shared", "modified", "scratch"]
 TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "running", "done", "failed", "cancelled"]
 
+PROGRAM: Final = "program"
+"""Name of the tasks in which the program itself holds data."""
+
 RAM: Final = NodeId(0)
 """The node of host memory, where CPU workers compute and the program acquires data."""
 

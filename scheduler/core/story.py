@@ -57,7 +57,4 @@ def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
 def stalled(history: Iterable[Event], dispatch: Dispatch, num_unfinished: int) -> Stalled:
     """Return the error of a machine whose tasks wait although nothing is in progress."""
     kinds = sorted({worker.kind for worker in dispatch.joined})
-    return Stalled(
-        f"{num_unfinished} tasks remain, {dispatch.num_ready} of them ready, but nothing runs or moves; workers are of kind {', '.join(kinds)}\n"
-        f"{tell(history)}"
-    )
+    return Stalled(num_unfinished, dispatch.num_ready, kinds, tell(history))

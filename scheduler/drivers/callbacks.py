@@ -155,9 +155,6 @@ class Watch:
 
 
 def _stop(task: Task, worker: str, error: BaseException) -> RunStopped:
-    stop = RunStopped(
-        f"the callback of on_task stopped the run at {task!r} on {worker}: {type(error).__name__}: {error}; every task submitted before runs to its "
-        "end and its data can be read and saved; on_task(None), or another callback, lets the runtime take on new ones"
-    )
+    stop = RunStopped(repr(task), worker, f"{type(error).__name__}: {error}")
     stop.__cause__ = error
     return stop

@@ -183,11 +183,7 @@ class DiskEngine:
             else:
                 self._stage(arena, here.offset, there.offset, size, marks[0][1], buffers.stage_of(STAGE_NBYTES), reads=reads)
         except OSError as error:
-            done = "read back from" if reads else "written to"
-            failure = TierFailed(
-                f"{source.handle!r} could not be {done} the disk tier in {self.tier.directory}: {error.strerror or error}; "
-                "free space there, choose another directory with --disk, or raise --ram"
-            )
+            failure = TierFailed(repr(source.handle), str(self.tier.directory), error.strerror or str(error), reads=reads)
             failure.__cause__ = error
             return failure
         return None

@@ -315,4 +315,4 @@ class Flow:
 
 def device_failed(gpu: Gpu, error: BaseException) -> DeviceFailed:
     """Return the error that a program receives when a GPU has stopped working."""
-    return DeviceFailed(f"{gpu.name} stopped working: {error}; continue from the last checkpoint, on another GPU or after a reset")
+    return DeviceFailed(gpu.name, str(error))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import DoesNotFit, HandleLost, TierFailed
 from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
-from ..core.records import NEW, HandleRecord, Mode, R, Task
+from ..core.records import NEW, PROGRAM, HandleRecord, Mode, R, Task
 from .executor import Executor
 from .waiting import Waiter
 
@@ -29,7 +29,7 @@ def acquired(
     """
     executor.watch.refuse_inside("acquire()")
     ready = executor.waiters.enter()
-    task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
+    task = Task(NEW, None, PROGRAM, ("host",), ((record, mode),), {}, token=ready)
     try:
         executor.bring(TaskSubmitted(task), task)
         ready.wait()
@@ -56,6 +56,6 @@ def _refusal(ready: Waiter, record: HandleRecord, cause: BaseException | None) -
     """Return the error of an acquisition that cannot have its data."""
     if isinstance(ready.refusal, DoesNotFit | TierFailed):
         return ready.refusal
-    error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
+    error = HandleLost(repr(record), record.lost or "")
     error.__cause__ = (ready.refusal.__cause__ if ready.refusal is not None else None) or cause
     return error

@@ -221,8 +221,7 @@ class Executor(TaskReports):
     def fail(self, error: BaseException) -> None:
         """Break the executor: wake every waiting thread with the reason."""
         if not isinstance(error, SchedulerError):  # a SystemExit in the thread of a worker would otherwise end the program silently
-            reason = f"the runtime broke in thread {threading.current_thread().name!r}: {type(error).__name__}: {error}; create a new one"
-            broken = RuntimeBroken(reason)
+            broken = RuntimeBroken(f"{type(error).__name__}: {error}", thread=threading.current_thread().name)
             broken.__cause__ = error
             error = broken
         self.waiters.close(error)

@@ -36,7 +36,4 @@ class Holds:
         """
         for hold in self.own:
             if is_awaited(hold) or any(map(is_awaited, waiting_for(hold))):
-                raise Deadlock(
-                    f"{call} would deadlock: it waits for a task that waits for {hold.accesses[0][0]!r}, which this thread holds; leave "
-                    "the block of its acquire() or borrow() first"
-                )
+                raise Deadlock(call, repr(hold.accesses[0][0]))

@@ -35,7 +35,8 @@ from ..core.memory.eviction_policies import DEFAULT_EVICTION
 from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Estimates
 from ..core.policies import POLICIES
-from ..core.records import FILE, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.shortage import Piece, Shortage
 from ..core.step_plan import RecordedTask, StepPlan
 
 Duration = Callable[[Task, WorkerKind], float]
@@ -314,7 +315,8 @@ def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
         driver.bring(TaskSubmitted(task))
         driver.run()
         if task.state != "done":
-            raise DoesNotFit(f"{handle!r} does not fit host memory at the start of the step")
+            memory, piece = driver.machine.memory, Piece("W", repr(handle), handle.size)
+            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.size, memory.budget(RAM), memory.used(RAM), pieces=(piece,)))
 
 
 def _detached(plan: StepPlan) -> StepPlan:

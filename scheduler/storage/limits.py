@@ -8,6 +8,7 @@ from typing import Final
 import psutil
 
 from ..core.errors import DoesNotFit
+from ..core.shortage import Piece, Shortage
 
 RESERVE: Final = 256 << 20
 """Bytes reserved outside the budget for the running process: modules, task records (60 MiB at 3,000 tasks a step), and dirty pages of files being
@@ -64,12 +65,8 @@ def check_budgets(ram: int | None, device: int | None, num_devices: int) -> None
     limit = memory_limit()
     requested = (ram or 0) + (device or 0) * num_devices
     if requested > limit:
-        devices = f" and {num_devices} of {device:,} B for simulated devices" if device and num_devices else ""
-        raise DoesNotFit(
-            f"a budget of {ram or 0:,} B{devices} is above the {limit:,} B of memory that this process may use (limit of the machine or of its "
-            "cgroup); lower it, and name a disk for the rest",
-            "ram",
-        )
+        pieces = [Piece("", "ram", ram or 0), *(Piece("", f"sim:{number}", device) for number in range(num_devices) if device)]
+        raise DoesNotFit(Shortage("reserve", "ram", requested, limit, pieces=tuple(pieces)))
 
 
 def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from nntask import DoesNotFit
-from scheduler import DeviceFailed
+from scheduler import DeviceFailed, Shortage
 from tiles.kernels import DeviceArray, StreamPointer, device
 
 HOST: Final = torch.device("cpu")
@@ -116,10 +116,8 @@ def _told(stream: StreamPointer, error: RuntimeError) -> Exception:
     """Return the error that a program receives for an error of PyTorch on a card."""
     if isinstance(error, torch.OutOfMemoryError):
         size, available, _ = str(error).partition(" is free")
-        return DoesNotFit(
-            f"{stream.name} has no memory left for PyTorch, which allocates outside the budget ({size}{available}); lower gpu_memory=, or end other "
-            "programs that use the card"
-        )
+        shortage = Shortage("outside", stream.name, 0, 0, task="PyTorch", detail=size + available)
+        return DoesNotFit(shortage.fact, "lower gpu_memory=, or end other programs that use the card", shortage=shortage)
     if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
-        return DeviceFailed(f"{stream.name} stopped working: {error}; resume from the last save(), on another GPU or after a reset")
+        return DeviceFailed(stream.name, str(error), "resume from the last save(), on another GPU or after a reset")
     return error

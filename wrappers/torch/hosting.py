@@ -19,7 +19,7 @@ import torch
 import scheduler
 from nntask import DoesNotFit, NntaskError, StorageError, UsageError
 from nntask.config import ResourceSettings, parse_size
-from nntask.hardware import FAILURES, MachineSpec, machine_of, open_runtime, reuse_freed_memory
+from nntask.hardware import FAILURES, MachineSpec, is_device, machine_of, open_runtime, reuse_freed_memory
 from scheduler import Runtime
 from scheduler.machine import RecordedTask
 
@@ -94,16 +94,18 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
     if isinstance(error.__cause__, OperationFailed):
         return UsageError(f"{error.__cause__}; look at the values of this batch")
     if runtime.tier_failure is not None:
-        return StorageError(f"{runtime.tier_failure}; make a new session, and resume from the last save()")
+        remedy = "free space there, or choose another directory with disk=; then make a new session, and resume from the last save()"
+        return StorageError(runtime.tier_failure.fact, remedy)
     if isinstance(error.__cause__, NntaskError):
         return error.__cause__
     refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal
     if refusal is None:
         return error
-    story = str(refusal).partition("; raise the budget")[0]
-    if refusal.node.startswith(("cuda", "sim")):
-        return DoesNotFit(f"{story}; raise gpu_memory=")
-    return DoesNotFit(f"{story}; raise ram={'' if has_disk else ', or add disk=DIR'}")
+    shortage = refusal.shortage
+    if shortage.cause == "outside":
+        return DoesNotFit(shortage.fact, "lower gpu_memory=, or end other programs that use the card", shortage=shortage)
+    raised = "raise gpu_memory=" if is_device(shortage.node) else f"raise ram={'' if has_disk else ', or add disk=DIR'}"
+    return DoesNotFit(shortage.fact, raised, shortage=shortage)
 
 
 def machine_with(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nntask import DoesNotFit, UsageError
-from nntask.hardware import MachineSpec, this_machine
+from nntask.hardware import MachineSpec, is_device, this_machine
 from nntask.planning import no_collections, shortage, thriftiest_needs
 from scheduler import Handle, Runtime, Step
 from scheduler.planning import AUTO, NONE, as_asked
@@ -166,15 +166,15 @@ class StepRecorder:
             raise UsageError(f"recompute={recompute!r}: {error}") from error
         needs = thriftiest_needs(plan, machine, recompute, quick=True)
         if not needs.fit(machine):
-            story = shortage(machine, needs)
-            is_of_device = " of cuda:" in story or " of sim:" in story or (spec.has_gpus and "largest memory" in story)
+            lack = shortage(machine, needs)
+            is_of_device = is_device(lack.node)
             changes = [
                 f"raise {'gpu_memory=' if is_of_device else 'ram='}",
                 "use more and smaller minibatches" if training else "predict smaller batches",
             ]
             if spec.disk is None and not is_of_device:
                 changes.append("add disk=DIR")
-            raise DoesNotFit(f"{story}; {', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}")
+            raise DoesNotFit(lack.fact, f"{', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}", shortage=lack)
 
 
 def check_uses(uses: Sequence[PassUse]) -> None:

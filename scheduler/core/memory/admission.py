@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from ..errors import DoesNotFit
 from ..events import Action
 from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
+from ..shortage import Shortage, pieces_of
 from . import coherence
 from .memory_node import Extent
 from .replicas import Replicas
@@ -111,18 +112,9 @@ class Admission:
         total = sum(handle.size for handle, _ in task.accesses)
         new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)
         if node is not last and total <= node.budget and new > last.budget - last.used:
-            return DoesNotFit(
-                f"node {last.name} is full: {task.name} makes {new:,} B of new data that must have room there, but of its budget of "
-                f"{last.budget:,} B {last.used:,} B are taken; raise the budget",
-                last.name,
-            )
-        sizes = ", ".join(f"{mode} {handle.name or handle.id} {handle.size:,} B" for handle, mode in task.accesses)
-        return DoesNotFit(
-            f"{task.name} needs {total:,} B at once on node {node.name} ({sizes}), but of its budget of {node.budget:,} B "
-            f"{node.used:,} B are taken by data that has nowhere else to go and the largest hole is {node.largest_hole():,} B; "
-            f"raise the budget or use smaller tiles or minibatches",
-            node.name,
-        )
+            return DoesNotFit(Shortage("full", last.name, new, last.budget, last.used, task.name))
+        pieces = pieces_of(task.accesses)
+        return DoesNotFit(Shortage("taken", node.name, total, node.budget, node.used, task.name, pieces, hole=node.largest_hole()))
 
     def needs_no_bytes(self, task: Task, node_id: NodeId) -> bool:
         """Whether the task needs no extent on the node."""

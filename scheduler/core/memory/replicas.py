@@ -17,6 +17,7 @@ from math import inf
 from ..errors import DoesNotFit, InvalidEvent
 from ..events import Action, DiscardExtent, ForgetObject
 from ..records import FILE, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
+from ..shortage import Piece, Shortage
 from . import coherence
 from .eviction_policies import EvictionPolicy, Foresight
 from .extents import rounded
@@ -107,11 +108,8 @@ class Replicas:
         memory = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
         offset = self._take(RAM, memory, actions)
         if offset is None:
-            raise DoesNotFit(
-                f"reading {handle!r} from its source takes {nbytes:,} B of {node.name} for its readers, but of its budget of {node.budget:,} B "
-                f"{node.used:,} B are taken; raise the budget, or attach sources before data is written",
-                node.name,
-            )
+            pieces = (Piece("", repr(handle), nbytes),)
+            raise DoesNotFit(Shortage("readers", node.name, nbytes, node.budget, node.used, pieces=pieces))
         replica = self.install(memory, RAM, offset, private=True)
         replica.is_backing = True
         if self.last == RAM:
@@ -148,11 +146,7 @@ class Replicas:
         elif not self.reserve_backing(handle, 0, actions):
             self.drop(replica, actions)
             below = self.nodes[self.last]
-            raise DoesNotFit(
-                f"node {below.name} is full: {handle.nbytes:,} B of new data must have room there, but of its budget of {below.budget:,} B "
-                f"{below.used:,} B are taken; raise it",
-                below.name,
-            )
+            raise DoesNotFit(Shortage("full", below.name, handle.nbytes, below.budget, below.used))
         if not stays:
             replica.state = "modified"
             if not replica.is_backing:

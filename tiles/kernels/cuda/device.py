@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from scheduler import DoesNotFit
+from scheduler import DoesNotFit, Shortage
 from scheduler.drivers import NOT_READY, NUM_STARTED, CupyGpu, CupyGraph, CupyStream, GpuFacts, Stream, is_fatal, is_out_of_memory
 
 from ..registry import BF16
@@ -256,11 +256,7 @@ class CudaDevice(CupyGpu):
             return self._try(call)
         if is_out_of_memory(error):
             free, total = self._cuda.memGetInfo()
-            raise DoesNotFit(
-                f"{self.name} has no memory left for its libraries, which allocate outside the budget ({free:,} of {total:,} bytes are free); lower "
-                "--gpu-memory, or end other programs that use the card",
-                self.name,
-            ) from error
+            raise DoesNotFit(Shortage("outside", self.name, 0, total, total - free, task="a library")) from error
         if not is_fatal(error):
             error = self._cause(error)
         if is_fatal(error):

@@ -45,8 +45,9 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     """
     from nntask import DoesNotFit, StorageError, UsageError
     from nntask.config import parse_size
-    from nntask.hardware import free_bytes
+    from nntask.hardware import DISK, RAM, free_bytes
     from nntask.training import check_tier_directory
+    from scheduler import Shortage
     from scheduler.storage import memory_limit
 
     if settings.repeats < 1:
@@ -60,9 +61,11 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     directory = tempfile.gettempdir() if chosen is None else settings.disk
     limit, free = memory_limit(), free_bytes(Path(directory))
     if 2 * nbytes > limit:
-        raise DoesNotFit(f"--size {settings.size} takes twice that in memory, {2 * nbytes:,} B, and this process may use {limit:,} B; lower it")
+        clause = f"{settings.size} takes twice that in memory, {2 * nbytes:,} B, and this process may use {limit:,} B"
+        raise DoesNotFit(clause, "lower it", flag="--size", shortage=Shortage("reserve", RAM, 2 * nbytes, limit))
     if nbytes > free:
-        raise DoesNotFit(f"--size {settings.size} is {nbytes:,} B, and {free:,} B are free in {directory}; lower it, or name another --disk")
+        clause = f"{settings.size} is {nbytes:,} B, and {free:,} B are free in {directory}"
+        raise DoesNotFit(clause, "lower it, or name another --disk", flag="--size", shortage=Shortage("reserve", DISK, nbytes, free))
     try:
         figures = measure(directory, nbytes, settings.repeats)
     except OSError as error:

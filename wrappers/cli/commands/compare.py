@@ -178,8 +178,8 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
     try:
         run_side_by_side(comparison, (lambda: side(a), lambda: side(b)), lambda runtime: _train(runtime, asked, subject))
     except scheduler.DoesNotFit as error:
-        story = str(error).partition("; raise the budget")[0]
-        raise DoesNotFit(f"{story}; raise --ram (now {asked.ram or 'equal shares of the free memory'}), or lower --batch or --seq-len") from error
+        remedy = f"raise --ram (now {asked.ram or 'equal shares of the free memory'}), or lower --batch or --seq-len"
+        raise DoesNotFit(error.fact, remedy, shortage=error.shortage) from error
     except scheduler.TaskError as error:
         if isinstance(error.__cause__, NntaskError):  # weights that cannot be read
             raise error.__cause__ from error

@@ -126,7 +126,7 @@ def _print(figures: Mapping[str, Any], asked: Request) -> int:
         print(through_torch(asked.untiled))
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
-        raise DoesNotFit(f"{figures['refusal']}; it would fit with {', or '.join(figures['advice'])}")
+        raise DoesNotFit(figures["refusal"], f"it would fit with {', or '.join(figures['advice'])}")
     return 0
 
 

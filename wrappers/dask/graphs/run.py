@@ -233,7 +233,7 @@ class GraphRun:
             self._retried.add(number)
             self._submit(number, 0)
             return
-        if isinstance(error, DoesNotFit) and error.node == self.store.ram.name:
+        if isinstance(error, DoesNotFit) and error.shortage.node == self.store.ram.name:
             error = self._explain(number)
         self._fail(error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error)
 

@@ -113,11 +113,8 @@ class SpillEngine(DiskEngine):
                 block.owner = self._read(block.extent, is_array=block.is_array)
         except (OSError, pickle.PickleError, MemoryError) as error:
             assert self.tier is not None
-            what = "written to" if leaves else "read back from"
-            failure = TierFailed(
-                f"{block.nbytes:,} B of results could not be {what} the disk tier in {self.tier.directory}: "
-                f"{getattr(error, 'strerror', None) or error}; free space there, name another directory with disk, or raise ram"
-            )
+            why = str(getattr(error, "strerror", None) or error)
+            failure = TierFailed(f"{block.nbytes:,} B of results", str(self.tier.directory), why, reads=not leaves)
             failure.__cause__ = error
             return failure
         return None

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 from nntask.hardware import give_back_freed
-from scheduler import SCRATCH, DoesNotFit, Mode, R, RuntimeBroken, SchedulerError
+from scheduler import SCRATCH, DoesNotFit, Mode, R, RuntimeBroken, SchedulerError, Shortage
 from scheduler.drivers import THREADS
 from scheduler.machine import (
     POLICIES,
@@ -297,8 +297,9 @@ class Store:
         below = "; without a disk earlier results stay there" if full else ""
         advice = "raise ram, " + ("name a disk, " if full else "") + ("let go of earlier results, " if taken else "") + "or use smaller chunks"
         return DoesNotFit(
-            f"there is no room for task {key!r}, which reads {nbytes:,} B of results at once, in {self.ram.budget:,} B of ram{held}{below}; {advice}",
-            self.ram.name,
+            Shortage("taken" if full else "task", self.ram.name, nbytes, self.ram.budget, taken, task=str(key)),
+            f"there is no room for task {key!r}, which reads {nbytes:,} B of results at once, in {self.ram.budget:,} B of ram{held}{below}",
+            advice,
         )
 
     def look_for_deadlock(self) -> None:
@@ -312,9 +313,10 @@ class Store:
             latest = max(nested, key=lambda client: client.first)
             latest.broken(
                 DoesNotFit(
+                    Shortage("taken", self.ram.name, 0, self.ram.budget, self.ram.used),
                     f"{len(nested)} graphs that are computed within tasks wait for memory that those tasks hold: of {self.ram.budget:,} B of ram "
-                    f"{self.ram.used:,} B are taken; raise ram, use fewer workers, or compute nothing within tasks",
-                    self.ram.name,
+                    f"{self.ram.used:,} B are taken",
+                    "raise ram, use fewer workers, or compute nothing within tasks",
                 )
             )
 
@@ -366,7 +368,7 @@ class Store:
     def _break(self, error: BaseException) -> None:
         """End all clients; no task runs any more."""
         if not isinstance(error, SchedulerError):
-            broken = RuntimeBroken(f"the memory of Dask graphs broke: {type(error).__name__}: {error}; make a new runtime")
+            broken = RuntimeBroken(f"{type(error).__name__}: {error}", subject="the memory of Dask graphs")
             broken.__cause__ = error
             error = broken
         self.failure = self.failure or error

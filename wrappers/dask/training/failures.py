@@ -26,13 +26,13 @@ def blamed(error: BaseException | None) -> str:
 def portable(error: BaseException) -> Exception:
     """Return an error in a form that can be sent.
 
-    An error of this project keeps its type and sentence; any other becomes `NodeFailed` with the chain of causes.
+    An error of this project keeps its type, sentence and fields; any other becomes `NodeFailed` with the chain of causes.
     """
     for cause in _chain(error):
         if isinstance(cause, PeerLost):
             return copy(cause)  # the connection keeps the original, which must not get the frames of this node
     if isinstance(error, NntaskError):
-        return type(error)(str(error))
+        return copy(error)  # with its fields, without its frames
     return NodeFailed("; because ".join(f"{type(cause).__name__}: {cause}" for cause in _chain(error)))
 
 

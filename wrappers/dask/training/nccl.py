@@ -19,6 +19,7 @@ from typing import Final
 from nntask import ClusterError, DoesNotFit, UsageError
 from nntask.config import check_plain, format_size
 from nntask.hardware import GpuPlan, open_nccl
+from scheduler import Shortage
 from scheduler.drivers import CupyNccl, UniqueId
 
 from .nccl_link import PIECE, NcclLink, StagingBuffers, move_first_piece, reached
@@ -169,9 +170,11 @@ def open_nccl_transport(gpus: GpuPlan, worker: str, rank: int, num_nodes: int) -
     except UsageError as error:
         raise UsageError(f"on worker {worker}: {error}") from error
     except MemoryError as error:
-        needed = format_size(2 * (num_nodes - 1) * 2 * PIECE)
+        needed = 2 * (num_nodes - 1) * 2 * PIECE
         raise DoesNotFit(
-            f"on worker {worker} --transport nccl takes {needed} of the GPU for buffers, and {error}; lower --nodes, or use --transport dask"
+            f"on worker {worker} --transport nccl takes {format_size(needed)} of the GPU for buffers, and {error}",
+            "lower --nodes, or use --transport dask",
+            shortage=Shortage("outside", gpus.names[0], needed, gpus.nbytes, task="NCCL", detail=str(error)),
         ) from error
     except RuntimeError as error:  # an error of CUDA or NCCL
         raise _cannot_begin(worker, error) from error

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nntask import DoesNotFit
-from nntask.hardware import Budget, MachineSpec, check_budgets, this_machine, with_budgets, without_nccl
+from nntask.hardware import RAM, Budget, MachineSpec, check_budgets, this_machine, with_budgets, without_nccl
 from nntask.planning import needs_of, shortage
+from scheduler import Shortage
 from scheduler.storage import default_ram_budget
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def machine_of_node(
     if ram <= 0:
         raise DoesNotFit(
             f"on worker {worker.address} the budget of RAM must hold {passing_nbytes:,} B for buckets in transit between nodes in addition to the "
-            f"step, got {ram + passing_nbytes:,} B; raise --ram, or use fewer nodes"
+            f"step, got {ram + passing_nbytes:,} B",
+            "raise --ram, or use fewer nodes",
+            shortage=Shortage("full", RAM, passing_nbytes, ram + passing_nbytes),
         )
     if nccl is not None:
         devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, nccl.taken_nbytes()))
@@ -83,11 +86,15 @@ def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
     if target.storage and in_transit and has < least:
         raise DoesNotFit(
             f"on worker {worker} buckets in transit and the task with the largest working set need {least:,} B of ram at least, more than its "
-            f"budget of {has:,} B; raise --ram, or train on one machine"
+            f"budget of {has:,} B",
+            "raise --ram, or train on one machine",
+            shortage=Shortage("step", RAM, least, has),
         )
     if not needs.fit(target):
         smaller = "" if run.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
+        lack = shortage(target, needs)
         raise DoesNotFit(
-            f"on worker {worker} {shortage(target, needs)}, without buckets in transit between nodes; raise --ram, {smaller}add --disk DIR, or use "
-            "more nodes"
+            f"on worker {worker} {lack.fact}, without buckets in transit between nodes",
+            f"raise --ram, {smaller}add --disk DIR, or use more nodes",
+            shortage=lack,
         )

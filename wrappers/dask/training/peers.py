@@ -33,14 +33,12 @@ class PeerLost(SchedulerError):
 
     Attributes:
         rank: rank of that node.
+        why: reason, as in the message.
     """
 
     def __init__(self, rank: int, why: object) -> None:
         super().__init__(f"node {rank} does not answer any more: {why}")
-        self.rank = rank
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.rank, str(self).partition(": ")[2]), vars(self)
+        self.rank, self.why = rank, str(why)
 
 
 class Peer:
