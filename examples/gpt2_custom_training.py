@@ -319,7 +319,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             return run_train(translated(args, rest, os.environ), changed=training.changed, around=training.around)
         except UsageError as error:
-            raise UsageError(str(error).replace("--ngpu -1", "--restrict=cuda")) from error
+            is_restricted = error.flag == "--ngpu" and args.restrict == "cuda"
+            raise (error.naming("--restrict=cuda") if is_restricted else error) from error
 
     return guarded(train)
 

@@ -58,6 +58,12 @@ class NntaskError(Exception):
         other.args = (other._sentence(),)
         return other
 
+    def reworded(self, sentence: str) -> Self:
+        """Return the same error with another sentence, in which other names stand for flags."""
+        other = copy(self)
+        other.args = (sentence,)
+        return other
+
     def _sentence(self) -> str:
         return f"{self.fact}; {self.remedy}" if self.remedy else self.fact
 

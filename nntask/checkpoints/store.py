@@ -27,7 +27,7 @@ from typing import Any, Final
 from tiles import TileTensor
 
 from ..data.tokenizer import Tokenizer
-from ..errors import DataError, Diverged, StorageError, UsageError
+from ..errors import DataError, Diverged, NntaskError, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
 from ..io.json_text import decoded
 from ..io.regular_file import read_text
@@ -72,13 +72,13 @@ class Checkpoint:
         file = self.path / STATE
         if kind := untiled_type(self.state["model"]):
             raise DataError(
-                f"{self.path} holds a {kind}, for which nntask has no tiles: nntask train and plan take it, and nothing else does; "
-                f"use transformers, which reads it as a model directory: from_pretrained({str(self.path)!r})"
+                f"{self.path} holds a {kind}, for which nntask has no tiles: nntask train and plan take it, and nothing else does",
+                f"use transformers, which reads it as a model directory: from_pretrained({str(self.path)!r})",
             )
         try:
             return config_from_dict(self.state["model"], f"model in {file}")
         except UsageError as error:
-            raise DataError(f"{error}; or use another checkpoint") from None
+            raise DataError(error.fact, f"{error.remedy}; or use another checkpoint" if error.remedy else "or use another checkpoint") from None
 
     def check_size(self) -> None:
         """Check that the configuration does not ask for far more weights than the file has, before anything of those sizes is allocated.
@@ -117,11 +117,12 @@ class Checkpoint:
         """
         for name in names:
             if not os.path.isfile(self.path / name):  # False, too, for a name that no file system accepts
-                raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}; {_instead_of(self.path)}")
+                raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}", _instead_of(self.path))
             written = self.state["checksums"].get(name)
             if written is not None and (actual := checksum_of(self.path / name)) != written:
                 raise DataError(
-                    f"{self.path / name} is corrupt: its checksum is {actual:08x} and was {written:08x} when it was written; {_instead_of(self.path)}"
+                    f"{self.path / name} is corrupt: its checksum is {actual:08x} and was {written:08x} when it was written",
+                    _instead_of(self.path),
                 )
 
 
@@ -210,25 +211,27 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not (directory / STATE).is_file():
         steps = step_directories(directory)
         if not steps:
-            raise DataError(f"{directory} {_why_none(directory)}")
+            clause, remedy = _why_none(directory)
+            raise DataError(f"{directory} {clause}", remedy)
         if steps[-1].resolve().parent.parent != directory.resolve():
-            raise DataError(f"{steps[-1]} must be a directory of the run {directory}, got a link to {steps[-1].resolve()}; name the target")
+            raise DataError(f"{steps[-1]} must be a directory of the run {directory}, got a link to {steps[-1].resolve()}", "name the target")
         directory = steps[-1]
     checkpoint = Checkpoint(directory, _read_state(directory / STATE))
     name = _STEP_NAME.fullmatch(directory.resolve().name)
     if name is not None and int(name[1]) != checkpoint.step:
-        raise DataError(f"{directory} holds the checkpoint of step {checkpoint.step}, not of the step in its name; move it away, or rename it")
+        raise DataError(f"{directory} holds the checkpoint of step {checkpoint.step}, not of the step in its name", "move it away, or rename it")
     checkpoint.verify(*(file for file in checkpoint.state["checksums"] if file not in (MODEL, OPTIMIZER)))
     return checkpoint
 
 
-def _why_none(directory: Path) -> str:
-    """Return the reason why a directory holds no checkpoint, and the remedy, as the end of an error message."""
+def _why_none(directory: Path) -> tuple[str, str]:
+    """Return the reason why a directory holds no checkpoint, as the end of a clause, and the remedy."""
     if not directory.exists():
-        return "does not exist; give a run directory, or one of its checkpoints"
+        return "does not exist", "give a run directory, or one of its checkpoints"
     if (directory / RUN_CONFIG).is_file():
-        return "holds a run that saved no checkpoint, so there is nothing to go on from; wait for one if it is training, or remove it and begin anew"
-    return "holds no checkpoint; give a run directory with checkpoints/step-*, or one of those"
+        clause = "holds a run that saved no checkpoint, so there is nothing to go on from"
+        return clause, "wait for one if it is training, or remove it and begin anew"
+    return "holds no checkpoint", "give a run directory with checkpoints/step-*, or one of those"
 
 
 def _read_state(file: Path) -> dict[str, Any]:
@@ -241,28 +244,28 @@ def _read_state(file: Path) -> dict[str, Any]:
     try:
         text = read_text(file)
         if not text:
-            raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
+            raise DataError(f"{file} is not the state of a checkpoint: it is empty", instead)
         state: Any = decoded(text)  # `decoded` also takes paths that are not UTF-8
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
+        raise DataError(f"cannot read {file}: {error.strerror}", instead) from None
     except ValueError as error:
-        raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}; {instead}") from None
+        raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}", instead) from None
     if not isinstance(state, dict) or "format" not in state:
-        raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; {instead}")
+        raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format", instead)
     if state["format"] == FORMAT:
         try:
             values = {"settings": {}, **unsealed(state)}
         except ValueError as error:
-            raise DataError(f"{file} is corrupt: {error}; {instead}") from None
+            raise DataError(f"{file} is corrupt: {error}", instead) from None
     elif state["format"] == _UNSEALED:
         values = {"settings": {}, "checksums": {}, **state}
     else:
-        raise DataError(f"{file} has format {state['format']}, this version reads up to {FORMAT}; use the nntask that wrote it")
+        raise DataError(f"{file} has format {state['format']}, this version reads up to {FORMAT}", "use the nntask that wrote it")
     for key, rule, holds in _STATE_RULES:
         if key not in values:
-            raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; {instead}")
+            raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}", instead)
         if not holds(values[key]):
-            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(values[key])[:80]}; {instead}")
+            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(values[key])[:80]}", instead)
     return values
 
 
@@ -313,8 +316,8 @@ def how_to_go_on(run: Path) -> str:
 
 
 def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
-    reason = (error.strerror or error) if isinstance(error, OSError) else str(error).partition(";")[0]
-    return StorageError(f"could not save the checkpoint of step {step}: {reason}; {how_to_go_on(run)}")
+    reason = error.fact if isinstance(error, NntaskError) else getattr(error, "strerror", None) or error
+    return StorageError(f"could not save the checkpoint of step {step}: {reason}", how_to_go_on(run))
 
 
 def _point_latest(run: Path, final: Path) -> None:
@@ -330,7 +333,7 @@ def _check_is_own(run: Path, final: Path, step: int) -> None:
     try:
         find_checkpoint(final)
     except DataError as error:
-        raise _cannot_save(run, step, StorageError(f"{final} is there and is not it ({str(error).partition(';')[0]})")) from error
+        raise _cannot_save(run, step, StorageError(f"{final} is there and is not it ({error.fact})")) from error
 
 
 def _remove(directory: Path) -> None:

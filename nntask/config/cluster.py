@@ -71,28 +71,30 @@ def check_cluster(settings: TrainSettings) -> None:
     """
     cluster, observe = settings.cluster, settings.observe
     if not cluster.dask:
-        for flag, is_set in {
-            f"--transport {cluster.transport}": cluster.transport != "dask",
-            f"--transport dask@{cluster.link_bandwidth}": bool(cluster.link_bandwidth),
-            f"--nodes {cluster.nodes}": cluster.nodes is not None,
-        }.items():
+        for flag, value, is_set in (
+            ("--transport", cluster.transport, cluster.transport != "dask"),
+            ("--transport", f"dask@{cluster.link_bandwidth}", bool(cluster.link_bandwidth)),
+            ("--nodes", cluster.nodes, cluster.nodes is not None),
+        ):
             if is_set:
-                raise UsageError(f"{flag} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it")
+                raise UsageError(f"{value} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it", flag=flag)
         return
     local = local_nodes(cluster.dask)
     if local is not None and cluster.nodes is not None and cluster.nodes > local:
         raise UsageError(
-            f"--nodes must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}"
+            f"must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}", flag="--nodes"
         )
     cluster_of(cluster)  # checks RATE in --transport
     if settings.resources.update_on != "device":
         raise UsageError(
-            f"--update-on {settings.resources.update_on} is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them"
+            f"{settings.resources.update_on} is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them",
+            flag="--update-on",
         )
     if settings.resources.order not in (AUTO, SUBMISSION):
         raise UsageError(
-            f"--order {settings.resources.order} is for one machine: the nodes of --dask {cluster.dask} wait for each other in the order of "
-            "submission; use --order auto"
+            f"{settings.resources.order} is for one machine: the nodes of --dask {cluster.dask} wait for each other in the order of "
+            "submission; use --order auto",
+            flag="--order",
         )
     if cluster.transport == "nccl":
         _check_nccl(settings)
@@ -103,7 +105,7 @@ def check_cluster(settings: TrainSettings) -> None:
     }
     for flag, asked in alone.items():
         if asked:
-            raise UsageError(f"{flag} looks at one machine and --dask {cluster.dask} trains on several; drop one of them")
+            raise UsageError(f"looks at one machine and --dask {cluster.dask} trains on several; drop one of them", flag=flag)
 
 
 def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None:
@@ -115,9 +117,10 @@ def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None
     asked = 1 if cluster.num_nodes is None else cluster.num_nodes
     if most_nodes(num_minibatches, lanes) < min(asked, 2):
         raise UsageError(
-            f"--dask shares the minibatches of a step by lanes, and a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in "
+            f"shares the minibatches of a step by lanes, and a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in "
             f"{lanes} lane{'s' if lanes > 1 else ''} is for one node; use --lanes {asked} or more, and a --minibatch that divides --batch into "
-            f"{asked} or more"
+            f"{asked} or more",
+            flag="--dask",
         )
 
 
@@ -127,15 +130,16 @@ def _check_nccl(settings: TrainSettings) -> None:
     check_plain(cluster.dask)
     if local_nodes(cluster.dask) is not None:
         raise UsageError(
-            f"--transport nccl takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
-            "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask"
+            f"nccl takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
+            "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask",
+            flag="--transport",
         )
     if cluster.link_bandwidth:
-        raise UsageError(f"--transport nccl@{cluster.link_bandwidth} has a rate, which is only for dask; use --transport nccl")
+        raise UsageError(f"nccl@{cluster.link_bandwidth} has a rate, which is only for dask; use --transport nccl", flag="--transport")
     without = {"--ngpu 0": resources.ngpu == 0, f"--sim-gpu {resources.sim_gpu}": resources.sim_gpu}
     for flag, asked in without.items():
         if asked:
-            raise UsageError(f"--transport nccl sends from GPUs and {flag} leaves them out; drop one of them")
+            raise UsageError(f"nccl sends from GPUs and {flag} leaves them out; drop one of them", flag="--transport")
 
 
 def check_plain(address: str) -> None:
@@ -148,7 +152,7 @@ def check_plain(address: str) -> None:
         UsageError: the cluster encrypts.
     """
     if address.startswith(("tls://", "wss://")):
-        raise UsageError(f"--transport nccl does not encrypt, and {address} belongs to a cluster that does (TLS); use --transport dask")
+        raise UsageError(f"nccl does not encrypt, and {address} belongs to a cluster that does (TLS); use --transport dask", flag="--transport")
 
 
 def local_nodes(address: str) -> int | None:
@@ -161,11 +165,11 @@ def local_nodes(address: str) -> int | None:
     if local is not None and 1 <= int(local[1]) <= MOST_LOCAL:
         return int(local[1])
     if address.startswith("local:"):
-        raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")
+        raise UsageError(f"local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2", flag="--dask")
     match = _ADDRESS.fullmatch(address)
     host, port = (match["host"] or "", int(match["port"] or 1)) if match else ("", 0)
     if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler uses such a port
-        raise UsageError(f"--dask must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?")
+        raise UsageError(f"must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?", flag="--dask")
     if not 1 <= port <= MOST_PORT:
-        raise UsageError(f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}")
+        raise UsageError(f"must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}", flag="--dask")
     return None

@@ -47,7 +47,9 @@ def initial_model(init_from: str) -> InitialModel:
         return InitialModel(directory=path)
     checkpoint = find_checkpoint(init_from)
     if checkpoint.state.get("base") is not None:
-        raise UsageError(f"--init-from {init_from} has adapters and needs a whole model; write one with nntask export {init_from} DIR --merge")
+        raise UsageError(
+            f"{init_from} has adapters and needs a whole model; write one with nntask export {init_from} DIR --merge", flag="--init-from"
+        )
     return InitialModel(weights=checkpoint.path / MODEL, checkpoint=checkpoint)
 
 

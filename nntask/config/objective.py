@@ -36,7 +36,7 @@ def check_objective(data: DataSettings) -> None:
         UsageError: a value breaks its rule.
     """
     if not 0.0 < data.mask_probability < 1.0:
-        raise UsageError(f"{SHARE} must be above 0 and below 1, got {data.mask_probability:g}; for example masked:{USUAL_MASK}")
+        raise UsageError(f"must be above 0 and below 1, got {data.mask_probability:g}", f"for example masked:{USUAL_MASK}", flag=SHARE)
 
 
 def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
@@ -55,8 +55,9 @@ def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
         return config
     if config.objective == "classify" and begin:
         raise UsageError(
-            f"--init-from {begin} is a classifier, whose head predicts labels alone, got --objective {asked}; use the model that it was made from, "
-            "or drop --objective"
+            f"{begin} is a classifier, whose head predicts labels alone, got --objective {asked}; use the model that it was made from, "
+            "or drop --objective",
+            flag="--init-from",
         )
     names: tuple[str, ...] = ()
     count = 0
@@ -101,9 +102,10 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
     _check_flags(settings, kind)
     form = _form(data, kind, config)
     if data.chat_template and form != "chat":
-        raise UsageError(f"--chat-template {data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it")
+        raise UsageError(f"{data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it", flag="--chat-template")
     if form == "pairs" and data.mask_probability != USUAL_MASK:
-        raise UsageError(f"{SHARE} is for plain texts, in which seq2seq hides spans, got {data.mask_probability:g} with pairs; drop it")
+        clause = f"is for plain texts, in which seq2seq hides spans, got {data.mask_probability:g} with pairs"
+        raise UsageError(clause, "drop it", flag=SHARE)
     if kind == "seq2seq":
         data = replace(data, target_len=_target_len(settings, form, config))
     if kind != "causal":
@@ -123,7 +125,9 @@ def _kind(data: DataSettings, config: LanguageConfig) -> Kind:
     able: tuple[Kind, ...] = getattr(config, "objectives", (usual,))
     kind = data.objective or usual
     if kind not in able:
-        raise UsageError(f"--objective {kind} is not for a {config.model_type}, which learns {', '.join(able)}; use --objective {usual}, or drop it")
+        raise UsageError(
+            f"{kind} is not for a {config.model_type}, which learns {', '.join(able)}; use --objective {usual}, or drop it", flag="--objective"
+        )
     return kind
 
 
@@ -132,13 +136,16 @@ def _check_flags(settings: TrainSettings, kind: Kind) -> None:
     data, run = settings.data, settings.run
     what = f"a model that {_WITHOUT[kind]}"
     if data.mask_probability != USUAL_MASK and kind not in ("masked", "seq2seq"):
-        raise UsageError(f"{SHARE} is for masked and seq2seq, which hide tokens, got {data.mask_probability:g} with --objective {kind}; drop it")
+        clause = f"is for masked and seq2seq, which hide tokens, got {data.mask_probability:g} with --objective {kind}"
+        raise UsageError(clause, "drop it", flag=SHARE)
     if data.target_len is not None and kind != "seq2seq":
-        raise UsageError(f"--target-len {data.target_len} is for --objective seq2seq, got {what}; drop it")
+        raise UsageError(f"{data.target_len} is for --objective seq2seq, got {what}; drop it", flag="--target-len")
     if data.document_boundaries and kind not in ("causal", "masked"):
-        raise UsageError(f"--document-boundaries is for --objective causal and masked, got {what}, whose rows have sequences of their own; drop it")
+        raise UsageError(
+            f"is for --objective causal and masked, got {what}, whose rows have sequences of their own; drop it", flag="--document-boundaries"
+        )
     if run.prompt and kind != "causal":
-        raise UsageError(f"--prompt {run.prompt!r} is for the text of a model that predicts the next token, got {what}; drop it")
+        raise UsageError(f"{run.prompt!r} is for the text of a model that predicts the next token, got {what}; drop it", flag="--prompt")
 
 
 def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
@@ -146,22 +153,25 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     sees = image_shape(config) is not None
     if sees != (data.dataset == IMAGES):
         wants = f"--dataset {IMAGES}" if sees else "a dataset of text, such as --dataset text"
-        raise UsageError(f"--dataset {data.dataset} is not for a {config.model_type}; use {wants}")
+        raise UsageError(f"{data.dataset} is not for a {config.model_type}; use {wants}", flag="--dataset")
     if kind == "classify" and (count := getattr(config, "num_labels", 0)) < 2:
-        raise UsageError(f"--objective classify takes a model with two classes or more, got num_labels {count}; use the config of a classifier")
+        raise UsageError(
+            f"classify takes a model with two classes or more, got num_labels {count}; use the config of a classifier", flag="--objective"
+        )
     if kind == "classify" and (problem := getattr(config, "problem_type", None)) not in (None, SINGLE_LABEL):
         raise UsageError(
-            f"--objective classify learns one label of a text, and problem_type in the config is {problem}; use the config of a classifier of single "
-            f"labels, or write {SINGLE_LABEL}"
+            f"classify learns one label of a text, and problem_type in the config is {problem}; use the config of a classifier of single "
+            f"labels, or write {SINGLE_LABEL}",
+            flag="--objective",
         )
     if sees:
         if data.tokenizer_path or data.tokenizer != "auto":
-            flag = f"--tokenizer-path {data.tokenizer_path}" if data.tokenizer_path else f"--tokenizer {data.tokenizer}"
-            raise UsageError(f"{flag} is for text, and a {config.model_type} learns from images; drop it")
+            flag, value = ("--tokenizer-path", data.tokenizer_path) if data.tokenizer_path else ("--tokenizer", data.tokenizer)
+            raise UsageError(f"{value} is for text, and a {config.model_type} learns from images; drop it", flag=flag)
         return IMAGES
     if kind == "classify":
         if data.dataset != JSONL:
-            raise UsageError(f"--objective classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}")
+            raise UsageError(f"classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}", flag="--objective")
         return "labels"
     keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
     if kind == "seq2seq":
@@ -181,14 +191,16 @@ def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> 
     assert length is not None  # filled in earlier
     limit = config.longest
     if data.target_len is not None and limit is not None and data.target_len > limit:
-        raise UsageError(f"--target-len must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}")
+        raise UsageError(
+            f"must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}", flag="--target-len"
+        )
     if form == "pairs":
         return data.target_len or length
     sizes = longest(length, data.target_len or config.n_positions, data.mask_probability)
     if sizes is None:
         raise UsageError(
-            f"--objective seq2seq on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; "
-            "the nearest legal value is 3"
+            f"seq2seq on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; the nearest legal value is 3",
+            flag="--objective",
         )
     return data.target_len or sizes.output
 

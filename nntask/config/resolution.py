@@ -90,10 +90,10 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
         raise _differs(resumed, differing)
     if not objective_of(settings, config).is_plain:
         raise UsageError(
-            f"--dataset {settings.data.dataset} with conversations is for nntask's own models; write them as texts, or train such a model"
+            f"{settings.data.dataset} with conversations is for nntask's own models; write them as texts, or train such a model", flag="--dataset"
         )
     if settings.resources.update_on != "device":
-        raise UsageError(f"--update-on {settings.resources.update_on} is for nntask's own models; drop it, or train such a model")
+        raise UsageError(f"{settings.resources.update_on} is for nntask's own models; drop it, or train such a model", flag="--update-on")
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
     return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 
@@ -192,7 +192,9 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
         per_tile = minibatch if per_tile == -1 else per_tile
         _divides("--minibatch-tile", per_tile, "--minibatch", minibatch)
     if tiling.seq_tile is not None and tiling.seq_tile > length:
-        raise UsageError(f"--seq-tile must be at most the sequence length {length}, got {tiling.seq_tile}; the nearest legal value is {length}")
+        raise UsageError(
+            f"must be at most the sequence length {length}, got {tiling.seq_tile}; the nearest legal value is {length}", flag="--seq-tile"
+        )
     tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes)
     lr = optimizer.lr if optimizer.lr is not None else (1e-3 if small else 3e-4)
     warmup = 10 if optimizer.warmup_steps is None else optimizer.warmup_steps
@@ -331,8 +333,9 @@ def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
 
 def _differs(resumed: Checkpoint, found: Sequence[str]) -> UsageError:
     return UsageError(
-        f"--resume {resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
-        "drop those flags, or start a new run"
+        f"{resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
+        "drop those flags, or start a new run",
+        flag="--resume",
     )
 
 
@@ -344,4 +347,4 @@ def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:
     """
     if whole % value:
         near = nearest(divisors(whole), value)
-        raise UsageError(f"{flag} must divide {of_flag} = {whole}, got {value}; the nearest legal value is {near}")
+        raise UsageError(f"must divide {of_flag} = {whole}, got {value}; the nearest legal value is {near}", flag=flag)

@@ -47,13 +47,13 @@ def parse_size(text: str, what: str) -> int:
         number = match[1] if match else "2"
         letter = match[2][:1].upper() if match else ""
         example = f"{number}{letter}iB" if letter in ("K", "M", "T") else f"{number}GiB"
-        raise UsageError(f"{what} must be a size in {_WORDS}, got {text!r}; for example {example}")
+        raise UsageError(f"must be a size in {_WORDS}, got {text!r}; for example {example}", flag=what)
     size = float(match[1].replace(",", "")) * _UNITS[unit]
     if size > LARGEST:
-        raise UsageError(f"{what} must be at most {LARGEST} bytes, got {text!r}; for example 2GiB")
+        raise UsageError(f"must be at most {LARGEST} bytes, got {text!r}; for example 2GiB", flag=what)
     nbytes = int(size)
     if nbytes < 1:
-        raise UsageError(f"{what} must be at least 1 byte, got {text!r}; for example 2GiB")
+        raise UsageError(f"must be at least 1 byte, got {text!r}; for example 2GiB", flag=what)
     return nbytes
 
 
@@ -66,19 +66,19 @@ def parse_rate(text: str, what: str) -> float:
     Raises:
         UsageError: the text is not a rate, has no unit, or counts bits.
     """
-    rule = f"{what} must be bytes per second, got {text!r}"
+    rule = f"must be bytes per second, got {text!r}"
     if bits := _BITS.fullmatch(text):
         number, unit = float(bits[1].replace(",", "")), bits[2]
         meant = f"{number / 8:.15g}{unit.upper().replace('I', 'i')}B"
-        raise UsageError(f"{rule}; " + (f"bits? {number:.15g} {unit}b/s are {meant}/s" if is_size(meant) else "for example 55GB/s"))
+        raise UsageError(rule, f"bits? {number:.15g} {unit}b/s are {meant}/s" if is_size(meant) else "for example 55GB/s", flag=what)
     size = text.strip().removesuffix("/s").rstrip()
     if size[-1:].isdigit():
         meant = f"{size}GB"
-        raise UsageError(f"{rule}, which has no unit; for example {meant if is_size(meant) else '55GB'}/s")
+        raise UsageError(f"{rule}, which has no unit", f"for example {meant if is_size(meant) else '55GB'}/s", flag=what)
     try:
         return float(parse_size(size, what))
     except UsageError:
-        raise UsageError(f"{rule}; for example 55GB/s") from None
+        raise UsageError(rule, "for example 55GB/s", flag=what) from None
 
 
 def is_size(text: str) -> bool:
@@ -100,7 +100,7 @@ def fraction_of(text: str) -> float | None:
         return None
     share = float(text)
     if not 0 < share <= 1:
-        raise UsageError(f"--gpu-memory must be a size, or a fraction of the card above 0 and up to 1.0, got {text}; for example 0.5")
+        raise UsageError(f"must be a size, or a fraction of the card above 0 and up to 1.0, got {text}; for example 0.5", flag="--gpu-memory")
     return share
 
 

@@ -91,7 +91,7 @@ def check_prompt(prompt: str) -> None:
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"--prompt must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8") from None
+        raise UsageError(f"must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8", flag="--prompt") from None
 
 
 def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None:
@@ -108,7 +108,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
         value = getattr(getattr(settings, group), name)
         if value is not None and value < least:
             what = {0: "0 or more", 1: "at least 1"}.get(least, "0 or more, or -1 for all")
-            raise UsageError(f"{flag_of(name)} must be {what}, got {value}; the nearest legal value is {least}")
+            raise UsageError(f"must be {what}, got {value}; the nearest legal value is {least}", flag=flag_of(name))
         check_most(name, value)
     for group, name in _OR_WHOLE:
         value = getattr(getattr(settings, group), name)
@@ -116,7 +116,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
             continue
         if value == 0 or value < -1:
             raise UsageError(
-                f"{flag_of(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
+                f"must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}", flag=flag_of(name)
             )
         check_most(name, value)
     for group, name, low, high, open_end in _RANGES:
@@ -124,7 +124,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
         if value is not None and not (low <= value < high if open_end else low <= value <= high):
             limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
             near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
-            raise UsageError(f"{flag_of(name)} must be {limit}, got {value:g}; {near}")
+            raise UsageError(f"must be {limit}, got {value:g}; {near}", flag=flag_of(name))
     check_objective(settings.data)
     _check_combinations(settings)
     _check_adapters(settings)
@@ -132,15 +132,16 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory")):
         is_share = flag == "--gpu-memory" and text and fraction_of(text) is not None
         if is_share and resources.sim_gpu:
-            raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
+            raise UsageError(f"must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB", flag="--gpu-memory")
         if text and not is_share:
             parse_size(text, flag)
     if not (is_imaginary and is_size(resources.disk)):  # `imaginary` checks the size there, because the environment's --disk may have none
         disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
-            f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
-            f"got {resources.order!r}; use --order auto"
+            f"must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
+            f"got {resources.order!r}; use --order auto",
+            flag="--order",
         )
     _check_recompute(resources.recompute)
     trace_range(settings.observe.trace_steps)
@@ -149,15 +150,16 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
 def _check_recompute(text: str) -> None:
     if _RECOMPUTE.fullmatch(text) is None:
         raise UsageError(
-            "--recompute must be auto, none, block, or operations separated by commas, each perhaps with a share of its layers (above 0, at most 1), "
-            f"such as layer_norm,attention:0.5, got {text!r}; use --recompute auto"
+            "must be auto, none, block, or operations separated by commas, each perhaps with a share of its layers (above 0, at most 1), "
+            f"such as layer_norm,attention:0.5, got {text!r}; use --recompute auto",
+            flag="--recompute",
         )
     names = [each.partition(":")[0].strip() for each in text.split(",")]
     for name in names:
         if len(names) > 1 and name in (AUTO, NONE, BLOCK):
-            raise UsageError(f"--recompute {name} cannot be combined, got {text!r}; use --recompute {name}, or name operations only")
+            raise UsageError(f"{name} cannot be combined, got {text!r}; use --recompute {name}, or name operations only", flag="--recompute")
         if names.count(name) > 1:
-            raise UsageError(f"--recompute must name an operation once, got {name!r} {names.count(name)} times in {text!r}; keep one of them")
+            raise UsageError(f"must name an operation once, got {name!r} {names.count(name)} times in {text!r}; keep one of them", flag="--recompute")
 
 
 def check_most(name: str, value: int | None) -> None:
@@ -168,35 +170,38 @@ def check_most(name: str, value: int | None) -> None:
     """
     most, why = _MOST.get(name, (LARGEST, ""))
     if value is not None and value > most:
-        raise UsageError(f"{flag_of(name)} must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}")
+        raise UsageError(f"must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}", flag=flag_of(name))
 
 
 def _check_combinations(settings: TrainSettings) -> None:
     model, resources = settings.model, settings.resources
     if model.model is not None and model.config_path is not None:
-        raise UsageError(f"--model {model.model} and --config-path {model.config_path} both name a model; drop one of them")
+        raise UsageError(f"{model.model} and --config-path {model.config_path} both name a model; drop one of them", flag="--model")
     begin = settings.checkpoints.init_from
     for flag, value in (("--model", model.model), ("--config-path", model.config_path)):
         if brings_config(begin) and value:
-            raise UsageError(f"--init-from {begin} brings its own config and weights, and {flag} {value} names others; drop one of them")
+            raise UsageError(f"{begin} brings its own config and weights, and {flag} {value} names others; drop one of them", flag="--init-from")
     if resources.ngpu and resources.sim_gpu:
         raise UsageError(f"devices are real or simulated, got --ngpu {resources.ngpu} and --sim-gpu {resources.sim_gpu}; drop one of them")
     if model.dtype == "fp64" and resources.ngpu:
-        raise UsageError(f"--dtype fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype")
+        raise UsageError(f"fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype", flag="--dtype")
     if model.gpu_attention != "own" and settings.cluster.dask:
-        raise UsageError(f"--attention {model.attention} is for training on one machine, got --dask {settings.cluster.dask}; use --attention flash")
+        raise UsageError(
+            f"{model.attention} is for training on one machine, got --dask {settings.cluster.dask}; use --attention flash", flag="--attention"
+        )
     if model.attention == "cudnn" and model.dtype != "bf16":
-        raise UsageError(f"--attention cudnn computes in bf16, got --dtype {model.dtype}; add --dtype bf16, or use --attention flash")
+        raise UsageError(f"cudnn computes in bf16, got --dtype {model.dtype}; add --dtype bf16, or use --attention flash", flag="--attention")
     if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
         raise UsageError(
-            f"--momentum {settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1"
+            f"{settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1",
+            flag="--momentum",
         )
     if settings.optimizer.warmup_start_lr is not None and settings.optimizer.warmup_steps == 0:
         raise UsageError(
-            f"--warmup-start-lr {settings.optimizer.warmup_start_lr:g} begins a warm-up, and --warmup-steps 0 asks for none; drop one of them"
+            f"{settings.optimizer.warmup_start_lr:g} begins a warm-up, and --warmup-steps 0 asks for none; drop one of them", flag="--warmup-start-lr"
         )
     if settings.run.prompt and not settings.run.sample_tokens:
-        raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
+        raise UsageError("is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them", flag="--prompt")
     check_cluster(settings)
 
 
@@ -211,7 +216,7 @@ def rank_of(settings: TrainSettings) -> int | None:
         return None
     match = _LORA.fullmatch(asked)
     if match is None or int(match[1]) < 1:
-        raise UsageError(f"--train must be all, or lora:RANK with a rank of at least 1, got {asked}; for example --train lora:8")
+        raise UsageError(f"must be all, or lora:RANK with a rank of at least 1, got {asked}; for example --train lora:8", flag="--train")
     return int(match[1])
 
 
@@ -221,10 +226,10 @@ def _check_adapters(settings: TrainSettings) -> None:
     if rank_of(settings) is None:
         for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
             if value is not None:
-                raise UsageError(f"{flag} {value:g} is about adapters and --train all has none; add --train lora:8, or drop it")
+                raise UsageError(f"{value:g} is about adapters and --train all has none; add --train lora:8, or drop it", flag=flag)
         return
     if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
-        raise UsageError(f"--lora-alpha must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank")
+        raise UsageError(f"must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank", flag="--lora-alpha")
 
 
 def check_rank(settings: TrainSettings, limit: int) -> None:
@@ -236,8 +241,9 @@ def check_rank(settings: TrainSettings, limit: int) -> None:
     rank = rank_of(settings)
     if rank is not None and rank > limit:
         raise UsageError(
-            f"--train lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter; "
-            f"the nearest legal value is lora:{limit}"
+            f"lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter; "
+            f"the nearest legal value is lora:{limit}",
+            flag="--train",
         )
 
 
@@ -263,7 +269,7 @@ def step_range(text: str, flag: str, others: str = "") -> tuple[int, int]:
     """
     match = _STEP_RANGE.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"{flag} must be {others}A:B with 1 <= A <= B, got {text!r}; for example 10:12")
+        raise UsageError(f"must be {others}A:B with 1 <= A <= B, got {text!r}; for example 10:12", flag=flag)
     return int(match[1]), int(match[2])
 
 
@@ -277,7 +283,7 @@ def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> i
     if seq_len is None:
         return min(usual, DEFAULT_LENGTH) if image_shape(config) is None else config.n_positions
     if limit is not None and seq_len > limit:
-        raise UsageError(f"--seq-len must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
+        raise UsageError(f"must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}", flag="--seq-len")
     return seq_len
 
 

@@ -49,7 +49,9 @@ class ChatSource:
             try:
                 source = read_text(file).removeprefix("\ufeff")
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
+                raise DataError(
+                    f"{file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file", flag="--chat-template"
+                ) from None
             return cls(source, file, _words(tokenizer, config, source))
         named = templates_of(files)
         if named and "default" not in named:

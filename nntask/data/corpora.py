@@ -70,22 +70,21 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
         DataError: the path does not exist, holds no text, or holds a dangling link or a table that cannot be read.
     """
     data = data_files(str(path), "--dataset-path", _is_any, _has_rows)
-    where = f"--dataset-path {path}"
-    files, empty = _filled(data.train, where)
+    flag = "--dataset-path"
+    files, empty = _filled(data.train, path, flag)
     sentences, findings = tuple(filter(None, (data.sentence,))), (*data.findings, *empty)
     has_split = bool(val_path or data.validation)
     train, rows = _texts(data, files, "training" if has_split else "")
-    _check_rows(train, rows, where)
+    _check_rows(train, rows, path, flag)
     findings += tuple(rows.findings())
     corpus = Corpus(Path(path).name, _first(train, select), (), sentences, findings)
     if val_path:
         scored = scored_corpus(val_path)
         return replace(corpus, validation=scored.train, sentences=sentences + scored.sentences, findings=findings + scored.findings)
     if data.validation:
-        where = f"the validation split of {where}"
-        held, empty = _filled(data.validation, where)
+        held, empty = _filled(data.validation, path, flag, " in its validation split")
         validation, rows = _texts(data, held, "validation")
-        missing = () if validation else (no_validation(where),)
+        missing = () if validation else (no_validation(f"the validation split of {flag} {path}"),)
         return replace(corpus, validation=validation, findings=(*findings, *empty, *rows.findings(), *missing))
     return _held_out(data, files, select, train, corpus)
 
@@ -97,9 +96,9 @@ def scored_corpus(path: str) -> Corpus:
         DataError: see `text_corpus`.
     """
     data = scored_files(path, "--val-path", _is_any, _has_rows)
-    files, empty = _filled(data.train, f"--val-path {path}")
+    files, empty = _filled(data.train, path, "--val-path")
     texts, rows = _texts(data, files, "validation")
-    _check_rows(texts, rows, f"--val-path {path}")
+    _check_rows(texts, rows, path, "--val-path")
     findings = (*data.findings, *empty, *rows.findings())
     return Corpus(Path(path).name, texts, (), (data.sentence,) if data.sentence else (), findings)
 
@@ -135,21 +134,26 @@ def _first(texts: Texts, select: int) -> Collection[Text]:
     return Texts((texts,), select) if select > 0 else texts
 
 
-def _check_rows(texts: Texts, rows: RowCounts, where: str) -> None:
+def _check_rows(texts: Texts, rows: RowCounts, path: str | Path, flag: str) -> None:
     """Check that there is at least one text; raise DataError if the files are tables without rows, or with empty rows only."""
     if not len(texts):
         what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
-        raise DataError(f"{where} holds no text: {what}; give rows with a text")
+        raise DataError(f"{path} holds no text: {what}", "give rows with a text", flag=flag)
 
 
-def _filled(files: Sequence[Path], where: str) -> tuple[list[Path], tuple[Finding, ...]]:
-    """Return the files that are not empty, and a finding about the others; raise DataError if all are empty, or pyarrow is needed and missing."""
+def _filled(files: Sequence[Path], path: str | Path, flag: str, split: str = "") -> tuple[list[Path], tuple[Finding, ...]]:
+    """Return the files that are not empty, and a finding about the others; raise DataError if all are empty, or pyarrow is needed and missing.
+
+    Args:
+        path, flag: path that holds the files, and the flag that names it.
+        split: split that they belong to, as the end of a clause; "" if that is clear.
+    """
     filled = [file for file in files if file.stat().st_size > 0]
     if not filled:
-        raise DataError(f"{where} holds no text; give a text file or a directory of text files that are not empty")
+        raise DataError(f"{path} holds no text{split}", "give a text file or a directory of text files that are not empty", flag=flag)
     check_tables(filled)
     count, total = len(files) - len(filled), len(files)
-    sentence = f"{count:,} of {total:,} files in {where} are empty and are left out"
+    sentence = f"{count:,} of {total:,} files{split} in {flag} {path} are empty and are left out"
     return filled, (Finding("files_empty", count, total, sentence),) if count else ()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -60,19 +60,14 @@ def data_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows: C
     Raises:
         DataError: the path does not exist, a file is a dangling link, or the layout does not determine the training files.
     """
-    root = Path(path)
-    if not root.exists():
-        files = _files_of_pattern(path)
-        if not files:
-            raise DataError(f"{flag} {path} does not exist; give an existing file or directory, or a pattern that names a file")
-        return DataFiles(Path(os.path.commonpath([file.parent for file in files])), files, (), f"{flag} {path}: training {named([*map(str, files)])}")
+    root, where = Path(path), f"{flag} {path}"
     if not root.is_dir():
-        return DataFiles(root.parent, (root,))
-    where = f"{flag} {path}"
-    splits = splits_of(_listing(root, where), is_data, has_rows)
+        return _plain_files(path, flag, "training")
+    splits = splits_of(_listing(root, flag), is_data, has_rows)
     kept_apart = (*splits.validation, *splits.test)
     if kept_apart and not splits.train:
-        raise DataError(f"{where} has only files for validation or test, {named(kept_apart)}; name those that are to train, as in {flag} FILE")
+        clause = f"{path} has only files for validation or test, {named(kept_apart)}"
+        raise DataError(clause, f"name those that are to train, as in {flag} FILE", flag=flag)
     train, validation = (_present(root, names, where) for names in (splits.train, splits.validation))
     return DataFiles(root, train, validation, splits.sentence(where), _left_out(splits, where))
 
@@ -83,16 +78,33 @@ def scored_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows:
     Raises:
         DataError: see `data_files`; or a directory has files for training and for test but none for validation.
     """
-    root = Path(path)
+    root, where = Path(path), f"{flag} {path}"
     if not root.is_dir():
-        data = data_files(path, flag, is_data, has_rows)
-        return replace(data, sentence=data.sentence.replace(": training ", ": validation ", 1))
-    where = f"{flag} {path}"
-    splits = splits_of(_listing(root, where), is_data, has_rows)
+        return _plain_files(path, flag, "validation")
+    splits = splits_of(_listing(root, flag), is_data, has_rows)
     if splits.train and splits.test and not splits.validation:
-        raise DataError(f"{where} has {named(splits.train)} for training, {named(splits.test)} for test and none for validation; name the files")
+        clause = f"{path} has {named(splits.train)} for training, {named(splits.test)} for test and none for validation"
+        raise DataError(clause, "name the files", flag=flag)
     chosen = splits.validation or splits.train or splits.test
     return DataFiles(root, _present(root, chosen, where), (), f"{where}: validation {named(chosen)}")
+
+
+def _plain_files(path: str, flag: str, split: str) -> DataFiles:
+    """Return the files of a path that is no directory.
+
+    Args:
+        split: name of the split that they are for, in the report.
+
+    Raises:
+        DataError: the path does not exist, and is no pattern of a file.
+    """
+    root = Path(path)
+    if root.exists():
+        return DataFiles(root.parent, (root,))
+    files = _files_of_pattern(path)
+    if not files:
+        raise DataError(f"{path} does not exist", "give an existing file or directory, or a pattern that names a file", flag=flag)
+    return DataFiles(Path(os.path.commonpath([file.parent for file in files])), files, (), f"{flag} {path}: {split} {named([*map(str, files)])}")
 
 
 def _present(root: Path, names: Iterable[str], where: str) -> tuple[Path, ...]:
@@ -115,7 +127,7 @@ def _files_of_pattern(path: str) -> tuple[Path, ...]:
     return tuple(sorted(Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name))) if glob.has_magic(path) else ()
 
 
-def _listing(root: Path, where: str) -> Listing:
+def _listing(root: Path, flag: str) -> Listing:
     """Return the files of a directory, with the contents of those that describe it."""
     files = tuple(names_below(root, _SKIPPED))
     documents = {}
@@ -123,7 +135,7 @@ def _listing(root: Path, where: str) -> Listing:
         if is_document(name):
             with contextlib.suppress(OSError):  # dangling links and oversized files are ignored
                 documents[name] = read_bytes(root / name, _MOST_DOCUMENT_NBYTES).decode("utf-8", "replace")
-    return Listing(where, str(root), files, documents)
+    return Listing(flag, str(root), files, documents)
 
 
 def names_below(root: Path, skipped: frozenset[str]) -> Iterator[str]:

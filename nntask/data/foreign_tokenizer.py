@@ -95,13 +95,15 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
 def _check_there(path: Path, file: Path, opened: GgufModel | None, *, has_vocabulary: bool) -> None:
     """Raise DataError if there is no tokenizer to read, or its package is not installed."""
     if opened is not None and opened.untranslated:
-        raise DataError(f"the tokenizer in {path} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
+        raise DataError(f"the tokenizer in {path} {opened.untranslated}", "name its tokenizer.json with --tokenizer-path DIR, or use another file")
     if not has_vocabulary and (not file.is_file() or (opened is not None and TOKENIZER_FILE not in opened.files)):
         if (path / SENTENCE_PIECE).is_file():
-            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}; write one with: {conversion(path)}")
-        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
+            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}", f"write one with: {conversion(path)}")
+        raise DataError(
+            f"no {TOKENIZER_FILE} at {file}", "give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data"
+        )
     if not have_tokenizers():
-        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
+        raise DataError(f"reading {file} needs the tokenizers package", "pip install -e '.[text]', or use --tokenizer bytes")
 
 
 def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] | None, str]:
@@ -116,12 +118,12 @@ def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] 
     try:
         text = read_bytes(file) if inside is None else inside.encode()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}; copy it again") from None
+        raise DataError(f"{file} cannot be read: {error.strerror}", "copy it again") from None
     if text.startswith(_POINTER):
-        raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
+        raise DataError(f"{file} is a pointer of Git LFS and not the file", "fetch it with git lfs pull, or copy it from the model's page")
     if has_long_value(text):
         why = "a token or a list of numbers that is longer than any of a published tokenizer"
-        raise DataError(f"{file} has {why}; name another with --tokenizer-path DIR, or copy it again")
+        raise DataError(f"{file} has {why}", "name another with --tokenizer-path DIR, or copy it again")
     try:
         if _loads_safely(text):
             inner = tokenizers.Tokenizer.from_buffer(text)  # the package cannot open a path that is not UTF-8
@@ -134,9 +136,9 @@ def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] 
         return tokenizers.Tokenizer.from_str(json.dumps(without_rules(content))), content, doubt
     except Exception as error:  # the package raises bare Exception for any broken file
         if opened is not None and (flaw := opened.flaw()):
-            raise DataError(f"the tokenizer in {file} {flaw}; name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
+            raise DataError(f"the tokenizer in {file} {flaw}", "name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
         raise DataError(
-            f"{file} is not a tokenizer file: {error}; copy it again, or update the tokenizers package, which is {tokenizers.__version__} here"
+            f"{file} is not a tokenizer file: {error}", f"copy it again, or update the tokenizers package, which is {tokenizers.__version__} here"
         ) from None
 
 

@@ -169,7 +169,9 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
     if location.is_file() or has_tokenizer(location):
         return
     if has_tokenizer(Path(name)):
-        raise DataError(f"--tokenizer takes a name of the Hub, and {name} is a directory of this machine; give it with --tokenizer-path {name}")
+        raise DataError(
+            f"takes a name of the Hub, and {name} is a directory of this machine; give it with --tokenizer-path {name}", flag="--tokenizer"
+        )
     what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or location}"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install -e '.[hf]', or {advice}")
@@ -193,5 +195,5 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
                     hf_hub_download(name, each, local_dir=str(location))
             hf_hub_download(name, TOKENIZER_FILE, local_dir=str(location))
         except Exception as error:  # the package passes on whatever its many parts raise
-            raise DataError(f"--tokenizer {name} could not be fetched: {_first_line(error)}; {advice}") from error
+            raise DataError(f"{name} could not be fetched: {_first_line(error)}; {advice}", flag="--tokenizer") from error
     return location

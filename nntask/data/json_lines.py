@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from ..errors import DataError
 from ..io.json_text import decoded
@@ -76,14 +76,15 @@ class JsonLines:
         Raises:
             DataError: a file cannot be read, or a line is not a JSON object.
         """
-        for number, (line, where) in enumerate(self._selected()):
+        for number, (line, position) in enumerate(self._selected()):
+            where = str(position)
             try:
                 values = decoded(line)
             except ValueError as error:
-                _check_begin(line, where, number)
+                _check_begin(line, position, is_first=not number)
                 raise DataError(f"{where} is not JSON: {error}; fix or remove the line") from None
             if not isinstance(values, dict):
-                _check_begin(line, where, number)
+                _check_begin(line, position, is_first=not number)
                 raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; fix or remove the line')
             yield Record(values, where)
 
@@ -103,53 +104,64 @@ class JsonLines:
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
-    def _selected(self) -> Iterator[tuple[str, str]]:
+    def _selected(self) -> Iterator[tuple[str, _Position]]:
         return itertools.islice(self._lines(), self.select if self.select >= 0 else None)
 
-    def _lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines of the split that are not blank, each with its position for messages."""
+    def _lines(self) -> Iterator[tuple[str, _Position]]:
+        """Yield the lines of the split that are not blank, each with its position."""
         for file in self.files:
             for line, where in _lines_of(file, self.nullable):
                 if line.strip() and (self.split == "all" or is_held_out(line) == (self.split == "validation")):
                     yield line, where
 
 
-def _lines_of(file: Path, nullable: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file, or the rows of a table as JSON, each with its position for messages."""
+class _Position(NamedTuple):
+    """Position of a line or row, whose numbers begin at 1; its `str` is for messages."""
+
+    file: Path
+    unit: Literal["line", "row"]
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.unit} {self.number}"
+
+
+def _lines_of(file: Path, nullable: str) -> Iterator[tuple[str, _Position]]:
+    """Yield the lines of a file, or the rows of a table as JSON, each with its position."""
     if is_table(file.name):
         for number, row in enumerate(json_rows(file, nullable), 1):
-            yield row, f"{file} row {number}"
+            yield row, _Position(file, "row", number)
         return
     with opened(file) as lines:
         for number, encoded in enumerate(lines_in(lines, file), 1):
-            where = f"{file} line {number}"
-            yield _decoded(encoded, where, "utf-8-sig" if number == 1 else "utf-8"), where
+            position = _Position(file, "line", number)
+            yield _decoded(encoded, position, "utf-8-sig" if number == 1 else "utf-8"), position
 
 
-def _check_begin(line: str, where: str, number: int) -> None:
+def _check_begin(line: str, position: _Position, *, is_first: bool) -> None:
     """Check that a file is not one JSON value over several lines, by its first line.
 
     Args:
         line: line that is not an object.
-        where: position of the line.
-        number: number of objects read before the line.
+        position: position of the line.
+        is_first: whether no object was read before the line.
 
     Raises:
         DataError: the line is the first one, and it begins an array or an object that continues on the next line.
     """
     is_array = line.lstrip().startswith("[")
-    if (not number or where.endswith(" line 1")) and (is_array or line.strip() == "{"):
-        file = where.rpartition(" line ")[0]
+    if (is_first or position.number == 1) and (is_array or line.strip() == "{"):
+        file = position.file
         what, program = ("one array", ".[]") if is_array else ("objects over several lines", ".")
         raise DataError(f"{file} holds {what} instead of an object per line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
 
 
-def _decoded(line: bytes, where: str, encoding: str) -> str:
+def _decoded(line: bytes, position: _Position, encoding: str) -> str:
     """Return the text of a line; raise DataError if the line is not UTF-8."""
     try:
         return line.decode(encoding)
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; fix or remove the line") from None
+        raise DataError(f"{position} is not text in UTF-8: {error.reason} at its byte {error.start}; fix or remove the line") from None
 
 
 def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLines | None]:
@@ -174,9 +186,9 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         if train.is_empty:
             train = replace(train, split="all")
     if train.is_empty:
-        raise DataError(f"--dataset-path {path} has no line; give a file with an object per line")
+        raise DataError(f"{path} has no line; give a file with an object per line", flag="--dataset-path")
     if val_path and validation.is_empty:
-        raise DataError(f"--val-path {val_path} has no line; give a file with an object per line")
+        raise DataError(f"{val_path} has no line; give a file with an object per line", flag="--val-path")
     return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 
@@ -188,7 +200,7 @@ def line_files(path: str, flag: Literal["--dataset-path", "--val-path"] = "--dat
     """
     found = (scored_files if flag == "--val-path" else data_files)(path, flag, _has_lines, _has_lines)
     if not found.train:
-        raise DataError(f"{flag} {path} has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file")
+        raise DataError(f"{path} has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file", flag=flag)
     return found
 
 
@@ -277,9 +289,9 @@ def line_corpus(path: str, val_path: str, select: int) -> Corpus:
     if not train and lines.split == "train":  # all rows with a text are held out
         train, scored = LineTexts(replace(lines, split="all"), "training"), None
     validation = None if scored is None else LineTexts(scored, "validation")
-    _check_filled(train, f"--dataset-path {path}")
+    _check_filled(train, path, "--dataset-path")
     if validation is not None and val_path:
-        _check_filled(validation, f"--val-path {val_path}")
+        _check_filled(validation, val_path, "--val-path")
     sentences, findings = told_lines(path, val_path)
     findings += train.findings + (validation.findings if validation is not None else ())
     if scored is not None and scored.split == "all" and not validation:
@@ -287,9 +299,9 @@ def line_corpus(path: str, val_path: str, select: int) -> Corpus:
     return Corpus(Path(path).name, train, validation or (), sentences, findings)
 
 
-def _check_filled(texts: LineTexts, where: str) -> None:
+def _check_filled(texts: LineTexts, path: str, flag: str) -> None:
     if not texts:
-        raise DataError(f"{where} holds no text: all of its {texts.num_rows:,} rows are empty; give rows with a text")
+        raise DataError(f"{path} holds no text: all of its {texts.num_rows:,} rows are empty", "give rows with a text", flag=flag)
 
 
 def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:

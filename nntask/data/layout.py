@@ -85,7 +85,9 @@ def _snapshot(listing: Listing) -> str:
     if head in folders:
         return head
     if len(folders) > 1:
-        raise DataError(f"{listing.where} has {len(folders)} snapshots of a repository; name one, as in {listing.root}/{folders[0]}")
+        raise DataError(
+            f"{listing.root} has {len(folders)} snapshots of a repository; name one, as in {listing.root}/{folders[0]}", flag=listing.flag
+        )
     return folders[0]
 
 
@@ -134,8 +136,9 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     for (split, count), there in numbers.items():
         if len(there) < count:
             raise DataError(
-                f"{listing.where} has {len(there)} of the {count} shards of {split}; copy the missing ones, or pass those that are there, as in "
-                f"{listing.flag} '{listing.root}/data/{split}-*'"
+                f"{listing.root} has {len(there)} of the {count} shards of {split}; copy the missing ones, or pass those that are there, as in "
+                f"{listing.flag} '{listing.root}/data/{split}-*'",
+                flag=listing.flag,
             )
     if not by_split:
         return None
@@ -155,7 +158,10 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
         return None
     for name, splits in marked.items():
         if "train" in splits and len(splits) > 1:
-            raise DataError(f"{listing.where} has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}; {_advice(listing, name)}")
+            raise DataError(
+                f"{listing.root} has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}; {_advice(listing, name)}",
+                flag=listing.flag,
+            )
     train, test = (tuple(name for name, splits in marked.items() if split in splits) for split in ("train", "test"))
     validation = tuple(name for name, splits in marked.items() if splits == {"validation"})
     others = tuple(name for name in files if name not in marked)
@@ -167,8 +173,9 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
         return None  # coincidence: no file is for validation or test
     elif len(others) >= len(marked) and kept_apart:
         raise DataError(
-            f"{listing.where} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
-            f"or {listing.flag} '{listing.root}/**' to train on all"
+            f"{listing.root} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
+            f"or {listing.flag} '{listing.root}/**' to train on all",
+            flag=listing.flag,
         )
     return Splits(layout, *(listing.in_order(names) for names in (train, validation, test, others)))
 
@@ -182,4 +189,6 @@ def _check_configs(listing: Listing, train: Sequence[str]) -> None:
     configs = object_in(listing, INFOS) if INFOS in listing.documents else {}
     folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))
     if len(folders) > 1:
-        raise DataError(f"{listing.where} has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}")
+        raise DataError(
+            f"{listing.root} has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}", flag=listing.flag
+        )

@@ -48,11 +48,11 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":
-        raise UsageError("--dataset train.bin is already prepared; use it with nntask train --dataset train.bin")
+        raise UsageError("train.bin is already prepared; use it with nntask train --dataset train.bin", flag="--dataset")
     if spec.dataset == IMAGES:
-        raise UsageError("--dataset images is read in place; use it with nntask train --dataset images")
+        raise UsageError("images is read in place; use it with nntask train --dataset images", flag="--dataset")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output {output} exists; give a new directory")
+        raise UsageError(f"{output} exists; give a new directory", flag="--output")
     check_writable(output, "--output")
     check_spec(spec)
     spec = with_tokenizer_path(spec)

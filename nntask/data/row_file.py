@@ -58,11 +58,11 @@ class RowFile:
             size = os.fstat(self._open[_ENDS].fd).st_size // _END.itemsize - 1
             self.num_rows = size // num_fields
             if size % num_fields or size < 0:
-                raise DataError(f"{path / _ENDS}{self._of} is cut short; {self._advice}")
+                raise DataError(f"{path / _ENDS}{self._of} is cut short", self._advice)
             if is_written:
                 self._check_heads()
         except OSError as error:
-            raise DataError(f"cannot read {path}{self._of}: {error.strerror}; {self._advice}") from None
+            raise DataError(f"cannot read {path}{self._of}: {error.strerror}", self._advice) from None
 
     @property
     def _advice(self) -> str:
@@ -100,7 +100,7 @@ class RowFile:
                 raise ValueError(f"it has checksums of {', '.join(digits)}, and there are {', '.join(sizes)}")
             self._checksums = {name: BlockChecksums(digits[name], size) for name, size in sizes.items()}
         except ValueError as error:
-            raise DataError(f"{self.path / _CHECKSUMS} is damaged: {error}; {self._advice}") from None
+            raise DataError(f"{self.path / _CHECKSUMS} is damaged: {error}", self._advice) from None
         for name, size in sizes.items():
             self._compare(name, 0, min(size, HEAD_NBYTES))
 
@@ -112,8 +112,8 @@ class RowFile:
         if changed is not None:
             discard(self.path / name, self._open[name].fd)
             raise DataError(
-                f"{self.path / name} changed since it was written: the bytes from {changed} have another checksum; "
-                "it is nntask's own cache, which the next run rebuilds"
+                f"{self.path / name} changed since it was written: the bytes from {changed} have another checksum",
+                "it is nntask's own cache, which the next run rebuilds",
             )
 
     def _read(self, name: str, dtype: np.dtype[Any], first: int, count: int) -> npt.NDArray[np.int64]:
@@ -121,9 +121,9 @@ class RowFile:
             self._compare(name, first * dtype.itemsize, (first + count) * dtype.itemsize)
             data = os.pread(self._open[name].fd, count * dtype.itemsize, first * dtype.itemsize)
         except OSError as error:
-            raise DataError(f"cannot read {self.path / name}{self._of}: {error.strerror}; {self._advice}") from error
+            raise DataError(f"cannot read {self.path / name}{self._of}: {error.strerror}", self._advice) from error
         if len(data) != count * dtype.itemsize:
-            raise DataError(f"{self.path / name}{self._of} is shorter than its rows; {self._advice}")
+            raise DataError(f"{self.path / name}{self._of} is shorter than its rows", self._advice)
         return np.frombuffer(data, dtype).astype(np.int64)
 
     def close(self) -> None:

@@ -190,7 +190,8 @@ class BatchStream:
         if self.num_sequences < batch:
             if 0 < select < batch:
                 raise UsageError(
-                    f"--dataset-select {select} leaves fewer sequences than --batch {batch}; raise it to {batch} at least, or use --batch {select}"
+                    f"{select} leaves fewer sequences than --batch {batch}; raise it to {batch} at least, or use --batch {select}",
+                    flag="--dataset-select",
                 )
             raise DataError(examples.too_few(batch))
         self.cursor = cursor or Cursor()

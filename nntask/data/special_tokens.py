@@ -94,7 +94,7 @@ def read_companions(directory: Path, *, has_template: bool = False) -> Companion
         try:
             json.dumps(content, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise DataError(f"{directory / name} has a text with an unpaired surrogate, which is not a character; copy the file again") from None
+            raise DataError(f"{directory / name} has a text with an unpaired surrogate, which is not a character", "copy the file again") from None
     files = {name: _text(directory / name) for name in _KEPT if name != CHAT_TEMPLATE and (directory / name).is_file()}
     flaws = []
     try:
@@ -103,7 +103,7 @@ def read_companions(directory: Path, *, has_template: bool = False) -> Companion
     except DataError as error:
         if not has_template:
             raise
-        templates, flaws = {}, [str(error).partition(";")[0]]
+        templates, flaws = {}, [error.fact]
     return Companions({name: text for name, text in {**files, **templates}.items() if text}, objects, tuple(flaws))
 
 
@@ -145,7 +145,7 @@ def _text(file: Path) -> str:
     try:
         return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}; copy it again") from None
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}", "copy it again") from None
 
 
 def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int], inner: Any) -> tuple[int, ...]:

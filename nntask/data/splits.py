@@ -25,21 +25,21 @@ class Listing:
     """Files of a directory.
 
     Args:
-        where: flag and directory, for error messages.
+        flag: flag that names the directory.
         root: path of the directory, as given by the user.
         files: paths relative to the directory, separated by "/", in reading order and without hidden files.
         documents: path -> content of the files that `is_document` selects.
     """
 
-    where: str
+    flag: str
     root: str
     files: tuple[str, ...]
     documents: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def flag(self) -> str:
-        """Flag that names the directory."""
-        return self.where.partition(" ")[0]
+    def where(self) -> str:
+        """Flag and directory, for error messages."""
+        return f"{self.flag} {self.root}"
 
     def in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the given files, in the order of the listing."""
@@ -51,7 +51,7 @@ class Listing:
         cut = len(folder) + 1
         files = tuple(name[cut:] for name in self.files if name.startswith(f"{folder}/"))
         documents = {name[cut:]: content for name, content in self.documents.items() if name.startswith(f"{folder}/")}
-        return Listing(f"{self.where}/{folder}", f"{self.root}/{folder}", files, documents)
+        return Listing(self.flag, f"{self.root}/{folder}", files, documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,16 @@ def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str
     if len(exact) > 1:
         passed = f"{listing.root}/{exact[0]}" if folders else f"'{listing.root}/{_pattern(by_split[exact[0]])}'"
         raise DataError(
-            f"{listing.where} has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training; "
-            f"pass one, as in {listing.flag} {passed}"
+            f"{listing.root} has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training; "
+            f"pass one, as in {listing.flag} {passed}",
+            flag=listing.flag,
         )
     chosen = exact[0] if exact else ""
     for name, files in by_split.items():
         if shared := set(by_split.get(chosen, ())) & set(files) if name != chosen else ():
             raise DataError(
-                f"{listing.where} has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE"
+                f"{listing.root} has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE",
+                flag=listing.flag,
             )
     chosen_files: dict[str, list[str]] = {"train": list(by_split.get(chosen, ())), "validation": [], "test": [], "others": []}
     for name, files in by_split.items():

@@ -79,14 +79,14 @@ class TokenFile:
             self._file = OpenFile(self.path)
             nbytes = os.fstat(self._file.fd).st_size
         except OSError as error:
-            raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
+            raise DataError(f"cannot read the token file {self.path}: {error.strerror}", f"give an existing file with {flag}") from None
         if nbytes == 0:
-            raise DataError(f"{self._where} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
+            raise DataError(f"{self._where} is empty", f"a token file holds at least one sequence of {self.dtype.name} ids")
         self._check_format(nbytes)
         if nbytes % self.dtype.itemsize:
             raise DataError(
-                f"{self._where} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
-                f'or its ids are of another type: declare the type in {self.path.name}.json, as {{"dtype": "uint32"}}'
+                f"{self._where} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids)",
+                f'the file is cut short, or its ids are of another type: declare the type in {self.path.name}.json, as {{"dtype": "uint32"}}',
             )
         self.num_tokens = nbytes // self.dtype.itemsize
         self._checksums = self._checksums_of(digits, nbytes)
@@ -102,7 +102,7 @@ class TokenFile:
             DataError: the window exceeds the file, the file cannot be read or has changed since it was written, or an id is outside the vocabulary.
         """
         if first < 0 or count < 1 or first + count > self.num_tokens:
-            raise DataError(f"{self._where} holds tokens 0 to {self.num_tokens - 1}; asked for {count} from {first}")
+            raise DataError(f"{self._where} holds tokens 0 to {self.num_tokens - 1}, asked for {count} from {first}")
         ids = self._compared(first, count)
         self._check(ids, first)
         return ids.astype(np.int32)
@@ -141,10 +141,10 @@ class TokenFile:
             try:
                 piece = os.pread(self._file.fd, count * size - len(data), first * size + len(data))
             except OSError as error:
-                raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
+                raise DataError(f"cannot read {self._where}: {error.strerror}", self._advice("check the disk, or restore the file")) from error
             if not piece:
                 expected = f"{first + count} tokens were expected"
-                raise DataError(f"{self._where} became shorter while it was read, {expected}; {self._advice('restore the file')}")
+                raise DataError(f"{self._where} became shorter while it was read, {expected}", self._advice("restore the file"))
             data += piece
         return np.frombuffer(data, self.dtype)
 
@@ -153,11 +153,11 @@ class TokenFile:
         if digits is None and not self._is_cache:
             return None
         if digits is None:
-            raise DataError(f"{self._where} has no checksums; {_REBUILT}")
+            raise DataError(f"{self._where} has no checksums", _REBUILT)
         try:
             return BlockChecksums(digits, nbytes)
         except ValueError as error:
-            raise DataError(f"{self._where} changed since {_sidecar(self.path).name} was written: {error}; {self._of_changes()}") from None
+            raise DataError(f"{self._where} changed since {_sidecar(self.path).name} was written: {error}", self._of_changes()) from None
 
     def _compare(self, begin: int, end: int) -> None:
         """Verify the checksums of the bytes [begin, end), if the file has checksums."""
@@ -166,12 +166,12 @@ class TokenFile:
         try:
             changed = self._checksums.first_changed(self._file.fd, begin, end)
         except OSError as error:
-            raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
+            raise DataError(f"cannot read {self._where}: {error.strerror}", self._advice("check the disk, or restore the file")) from error
         if changed is not None:
             first = changed // self.dtype.itemsize
             if self._is_cache:
                 discard(self.path, self._file.fd)
-            raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum; {self._of_changes()}")
+            raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum", self._of_changes())
 
     def _advice(self, owner: str) -> str:
         """Return the remedy for error messages: `owner` for a file of the user; a cached file needs none."""
@@ -190,20 +190,19 @@ class TokenFile:
         if number in _LLM_C and nbytes >= _LLM_C_NBYTES:
             also = "" if _LLM_C[number] == "uint16" else ' and write {"dtype": "uint32"} to new.bin.json'
             raise DataError(
-                f"{self.path} begins with the header of llm.c, {_LLM_C_NBYTES} bytes before the ids; leave it out with: "
-                f"tail -c +{_LLM_C_NBYTES + 1} {shlex.quote(str(self.path))} > new.bin{also}"
+                f"{self.path} begins with the header of llm.c, {_LLM_C_NBYTES} bytes before the ids",
+                f"leave it out with: tail -c +{_LLM_C_NBYTES + 1} {shlex.quote(str(self.path))} > new.bin{also}",
             )
         if head.startswith(_NUMPY):
-            raise DataError(f"{self.path} is an array of NumPy; write its ids alone with: numpy.load(...).astype('uint16').tofile('new.bin')")
+            raise DataError(f"{self.path} is an array of NumPy", "write its ids alone with: numpy.load(...).astype('uint16').tofile('new.bin')")
         size = 2 if self.is_declared else _size_of(np.frombuffer(head[: len(head) // 16 * 16], DTYPES["uint16"]), self.vocab_size, nbytes)
         if size == 8:
-            raise DataError(f"{self.path} holds ids of eight bytes; write them as uint16 or uint32, for example with numpy.ndarray.astype")
+            raise DataError(f"{self.path} holds ids of eight bytes", "write them as uint16 or uint32, for example with numpy.ndarray.astype")
         if size == 4:
             below = ((self.vocab_size - 1) >> 16) + 1
             raise DataError(
-                f"{self.path} seems to hold ids of four bytes: every second number of two bytes is below {below}, and no sidecar "
-                f'declares their size; write {{"dtype": "uint32"}} to {self.path.name}.json in its directory, or {{"dtype": "uint16"}} '
-                "if its ids have two bytes"
+                f"{self.path} seems to hold ids of four bytes: every second number of two bytes is below {below}, and no sidecar declares their size",
+                f'write {{"dtype": "uint32"}} to {self.path.name}.json in its directory, or {{"dtype": "uint16"}} if its ids have two bytes',
             )
 
     def _scan(self, nbytes: int) -> None:
@@ -217,8 +216,8 @@ class TokenFile:
             return
         where = int(np.argmax(ids >= self.vocab_size))
         raise DataError(
-            f"{self._where}: token id {int(ids[where])} at position {first + where} is beyond the vocabulary (ids 0 to {self.vocab_size - 1}); "
-            f"{self._advice('use the config of the tokenizer that wrote the file')}"
+            f"{self._where}: token id {int(ids[where])} at position {first + where} is beyond the vocabulary (ids 0 to {self.vocab_size - 1})",
+            self._advice("use the config of the tokenizer that wrote the file"),
         )
 
 
@@ -254,18 +253,18 @@ def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
     except FileNotFoundError:
         return None, None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {sidecar}: {error}; fix it, or remove it if the ids are uint16") from None
+        raise DataError(f"cannot read {sidecar}: {error}", "fix it, or remove it if the ids are uint16") from None
     try:
         values = json.loads(text)
         dtype = DTYPES[values["dtype"]]
         if SEAL not in values and _CHECKSUMS not in values:
             return dtype, None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}; write one of them') from None
+        raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}', "write one of them") from None
     try:
         return dtype, unsealed(values)[_CHECKSUMS]
     except (ValueError, KeyError) as error:
-        raise DataError(f'{sidecar} is damaged: {error}; copy it again, or write {{"dtype": "{dtype.name}"}} to it') from None
+        raise DataError(f"{sidecar} is damaged: {error}", f'copy it again, or write {{"dtype": "{dtype.name}"}} to it') from None
 
 
 def write_sidecar(path: Path, content: Path, dtype: np.dtype[Any]) -> None:

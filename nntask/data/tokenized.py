@@ -94,8 +94,8 @@ def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Ca
         except FileNotFoundError:
             reason = f"{cached} has no checksum"
         except (DataError, OSError, ValueError) as error:
-            reason = f"{cached} cannot be used: {error}"
-        report(rebuilt(DataError(reason)))
+            reason = f"{cached} cannot be used: {error.fact if isinstance(error, DataError) else error}"
+        report(rebuilt(reason))
         _remove(directory)
     tokenizer = tokenizer_of(spec, corpus, report)
     with written_aside(cached) as new:
@@ -129,14 +129,14 @@ def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voc
         try:
             return TokenFile(path, vocab_size=vocab_size, name=name)
         except DataError as error:
-            report(rebuilt(error))
+            report(rebuilt(error.fact))
     write_tokens(texts, path, tokenizer, vocab_size, report, f"of {name}")
     return TokenFile(path, vocab_size=vocab_size, name=name)
 
 
-def rebuilt(error: DataError) -> str:
-    """Return the report that a cached file cannot be used and is rebuilt."""
-    return f"{str(error).partition(';')[0]}; it is nntask's own cache and is rebuilt"
+def rebuilt(fact: str) -> str:
+    """Return the report that a cached file cannot be used, by the fact of an error, and is rebuilt."""
+    return f"{fact}; it is nntask's own cache and is rebuilt"
 
 
 def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], about: str = "") -> int:
@@ -219,5 +219,5 @@ class cache_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise DataError(
-                f"cannot use the cache {cache_directory()}: {error.strerror or error}; set NNTASK_CACHE to a writable directory with space"
+                f"cannot use the cache {cache_directory()}: {error.strerror or error}", "set NNTASK_CACHE to a writable directory with space"
             ) from None

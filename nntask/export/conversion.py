@@ -163,7 +163,7 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
     shapes, stayed = source.shapes(), dict[str, list[str]]()
     for pattern in asked.keep:
         if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise UsageError(f"--keep {pattern} fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it")
+            raise UsageError(f"{pattern} fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it", flag="--keep")
     kinds, formats = {}, source.formats()
     for name, shape in shapes.items():
         kinds[name] = "" if asked.type in ENCODED_FORMATS and len(shape) == 1 else asked.type

@@ -42,10 +42,10 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
         DoesNotFit: no budget remains.
     """
     if not gpus.devices:
-        raise UsageError("--attention cudnn is about GPUs, and none is used; use --attention flash, or continue on a machine with a GPU")
+        raise UsageError("cudnn is about GPUs, and none is used; use --attention flash, or continue on a machine with a GPU", flag="--attention")
     if not _has_frontend():
         raise UsageError(
-            f"--attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --attention flash"
+            f"cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --attention flash", flag="--attention"
         )
     left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
     if left <= 0:

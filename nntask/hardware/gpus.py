@@ -131,11 +131,15 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
         chosen = cards.choose(None if resources.ngpu == ALL_GPUS else resources.ngpu)
         if not chosen and must:
             flag = f"--ngpu {resources.ngpu}"
-            raise NoGpu(f"{flag} needs a GPU, and CuPy, through which GPUs are used, is not installed; drop {flag}, or {INSTALL}")
+            clause = f"{resources.ngpu} needs a GPU, and CuPy, through which GPUs are used, is not installed"
+            raise UsageError(clause, f"drop {flag}, or {INSTALL}", flag="--ngpu")
     except NoGpu as error:
+        if error.requested is not None:
+            raise UsageError(error.fact, error.remedy, flag="--ngpu") from error
+        remedy = ", or ".join(filter(None, (error.remedy, "compute on the CPU with --ngpu 0")))
         if must:
-            raise UsageError(str(error)) from error
-        return GpuPlan((), 0, f"no GPU is used: {error}")
+            raise UsageError(error.fact, remedy) from error
+        return GpuPlan((), 0, f"no GPU is used: {error.fact}; {remedy}")
     if not chosen:
         return NO_GPUS
     if dtype == "fp64":
@@ -154,7 +158,9 @@ def check_links(resources: ResourceSettings) -> None:
     if resources.sim_bandwidth:
         parse_rate(resources.sim_bandwidth, "RATE in --sim-gpu")
         if not resources.sim_gpu:
-            raise UsageError(f"--sim-gpu 0@{resources.sim_bandwidth} has a rate of links and no device; use --sim-gpu 1@{resources.sim_bandwidth}")
+            raise UsageError(
+                f"0@{resources.sim_bandwidth} has a rate of links and no device; use --sim-gpu 1@{resources.sim_bandwidth}", flag="--sim-gpu"
+            )
 
 
 def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
@@ -168,7 +174,7 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
     if gpus.devices:
         return
     if resources.ncpu == 0 and not resources.sim_gpu:
-        raise UsageError("--ncpu 0 needs a device: add --sim-gpu 1, or use --ncpu 1")
+        raise UsageError("0 needs a device: add --sim-gpu 1, or use --ncpu 1", flag="--ncpu")
     flags = {
         "--ngpu": f"{resources.ngpu or 0}x{resources.split_gpu}" if resources.split_gpu > 1 else resources.ngpu or "",
         "--gpu-memory": resources.gpu_memory if not resources.sim_gpu else "",
@@ -176,7 +182,7 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
     for flag, value in flags.items():
         if value:
             simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and fraction_of(str(value)) is None else ""
-            raise UsageError(f"{flag} {value} is about GPUs, and none is used; {simulated}drop it")
+            raise UsageError(f"{value} is about GPUs, and none is used; {simulated}drop it", flag=flag)
 
 
 def _check_update(resources: ResourceSettings, gpus: GpuPlan) -> None:
@@ -186,7 +192,7 @@ def _check_update(resources: ResourceSettings, gpus: GpuPlan) -> None:
         UsageError: one of them is missing.
     """
     if not (gpus.devices or resources.sim_gpu):
-        raise UsageError("--update-on cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1")
+        raise UsageError("cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1", flag="--update-on")
     check_updaters(resources.ncpu)
 
 
@@ -197,7 +203,7 @@ def check_updaters(num_cpu: int | None) -> None:
         UsageError: --ncpu leaves none.
     """
     if num_cpu == 0:
-        raise UsageError("--update-on cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device")
+        raise UsageError("cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device", flag="--update-on")
 
 
 def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
@@ -304,11 +310,11 @@ def open_nccl(gpus: GpuPlan) -> CupyNccl:
     """
     if not gpus.devices:
         why = gpus.why_none or "no GPU is used, since CuPy is not installed"
-        raise UsageError(f"--transport nccl sends from a GPU, and {why}; use --transport dask")
+        raise UsageError(f"nccl sends from a GPU, and {why}; use --transport dask", flag="--transport")
     try:
         return cards.nccl(gpus.devices[0][0])
     except NoGpu as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.fact, ", or ".join(filter(None, (error.remedy, "use --transport dask")))) from error
 
 
 def without_nccl(gpus: GpuPlan, split: int, taken: int) -> GpuPlan:

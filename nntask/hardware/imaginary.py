@@ -67,10 +67,12 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     bandwidth = parse_rate(link or DEFAULT_LINK, "--link")
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     if disk_rate and not resources.disk:
-        raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
+        raise UsageError(f"{disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it", flag="--disk-rate")
     of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
     if ram_rate and resources.update_on == "device":
-        raise UsageError(f"--ram-rate {ram_rate} is about updates by CPU workers, and in this plan devices update; add --update-on auto, or drop it")
+        raise UsageError(
+            f"{ram_rate} is about updates by CPU workers, and in this plan devices update; add --update-on auto, or drop it", flag="--ram-rate"
+        )
     if resources.update_on == "cpu":
         check_updaters(resources.ncpu)
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
@@ -112,17 +114,17 @@ def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
         UsageError: `text` does not have the form of the flag.
     """
     form, example = _FORMS[flag]
-    rule = f"{flag} must be {form}, got {text!r}"
+    rule = f"must be {form}, got {text!r}"
     match = _DEVICES.fullmatch(text)
     if match is None or int(match[1] or 1) < 1 or (match[1] and "COUNT" not in form):
-        raise UsageError(f"{rule}; for example {example}")
+        raise UsageError(rule, f"for example {example}", flag=flag)
     count, memory, unit, rate, scale = match.groups()
     for part, has_unit in (("MEMORY", unit), ("FLOPS", scale or not rate)):
         if not has_unit:
-            raise UsageError(f"{rule}, whose {part} has no unit; for example {example}")
+            raise UsageError(f"{rule}, whose {part} has no unit", f"for example {example}", flag=flag)
     flops = float(rate) * _SCALE[scale.upper()] if rate else DEVICE_FLOPS
     if flops <= 0:
-        raise UsageError(f"{flag} must be able to compute, got {text!r}; for example {example}")
+        raise UsageError(f"must be able to compute, got {text!r}; for example {example}", flag=flag)
     return int(count or 1), parse_size(memory + unit, f"{flag} must be {form}, and MEMORY"), flops
 
 

@@ -218,7 +218,8 @@ def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     others = "".join(f" and {flag} {text}" for flag, text in given[1:])
     flag, size = given[0] if given else ("", "the default --ram")
     if isinstance(error, NoRoom):
-        why, remedy, shortage = error.fact, error.remedy, error.shortage
+        why, shortage = error.fact, error.shortage
+        remedy = "lower it, and name a disk for the rest" if shortage.node == "ram" else "lower --gpu-memory, or end other programs that use the card"
     else:  # an error of mmap
         nbytes = machine.ram.nbytes + machine.device.nbytes * machine.num_simulated
         why, remedy, shortage = str(error), "lower it", Shortage("reserve", "ram", nbytes, memory_limit(), detail=str(error))

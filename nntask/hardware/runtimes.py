@@ -98,7 +98,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
             raise cannot_reserve(machine, error) from error
         except OSError as error:
             raise StorageError(
-                f"--disk {'' if disk is None else disk.budget.text}: {error.strerror or error}", "name a directory that can be written"
+                f"{'' if disk is None else disk.budget.text}: {error.strerror or error}", "name a directory that can be written", flag="--disk"
             ) from error
         unused.pop_all()  # the runtime owns them from here on
     return runtime

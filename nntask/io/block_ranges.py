@@ -44,15 +44,15 @@ def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], pat
         named = json.loads(text)
         pairs = {str(name): str(kind) for name, kind in named.items()}
     except (ValueError, AttributeError, RecursionError):
-        raise DataError(f'{path} has a list of quantised tensors that cannot be parsed: {text[:80]!r}; write it as {{"name": "q8_0"}}') from None
+        raise DataError(f"{path} has a list of quantised tensors that cannot be parsed: {text[:80]!r}", 'write it as {"name": "q8_0"}') from None
     for name, kind in pairs.items():
         if kind not in BLOCK_FORMATS:
-            raise DataError(f"{name} in {path} must be quantised as one of {', '.join(BLOCK_FORMATS)}, got {kind[:40]}; quantise it again")
+            raise DataError(f"{name} in {path} must be quantised as one of {', '.join(BLOCK_FORMATS)}, got {kind[:40]}", "quantise it again")
         stored = ranges.get(name)
         block_bytes = BLOCK_FORMATS[kind].block_bytes
         if stored is None or stored.dtype != np.uint8 or len(stored.shape) != 2 or 0 in stored.shape or stored.shape[1] % block_bytes:
             what = "is not there" if stored is None else f"is {stored.dtype.name} of shape {stored.shape}"
-            raise DataError(f"{name} in {path} must be U8 (rows, whole blocks of {block_bytes} bytes) as {kind}, but {what}; copy the file again")
+            raise DataError(f"{name} in {path} must be U8 (rows, whole blocks of {block_bytes} bytes) as {kind}, but {what}", "copy the file again")
     return {name: BLOCK_FORMATS[kind] for name, kind in pairs.items()}
 
 
@@ -142,5 +142,7 @@ def turned(rows: Rows) -> Rows:
         DataError: the range consists of groups of rows, which have no single stride.
     """
     if isinstance(rows, RowGroups):
-        raise DataError(f"{rows.file.path} stores (in, out) matrices with rows grouped by head, which no known family does; convert the model again")
+        raise DataError(
+            f"{rows.file.path} stores (in, out) matrices with rows grouped by head, which no known family does", "convert the model again"
+        )
     return FileRange(rows.file, rows.dtype, rows.offset, rows.shape[::-1], rows.strides[::-1])

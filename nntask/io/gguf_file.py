@@ -120,7 +120,7 @@ class GgufFile:
             self.file = OpenFile(self.path)
             self._nbytes = os.fstat(self.file.fd).st_size
         except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}; give an existing GGUF file") from None
+            raise StorageError(f"cannot read {self.path}: {error.strerror}", "give an existing GGUF file") from None
         cursor = _Cursor(self.file, self._nbytes)
         num_tensors, num_keys = self._start(cursor)
         self.metadata: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class GgufFile:
         """Read the start of the header; return (number of tensors, number of keys)."""
         magic = cursor.take(4, "its first letters")
         if magic == _LFS:
-            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file itself; fetch it with git lfs pull")
+            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file itself", "fetch it with git lfs pull")
         if magic != MAGIC:
             raise cursor.broken(f"it begins with {magic!r} and not with {MAGIC!r}")
         version = cursor.scalar("I")
@@ -167,8 +167,8 @@ class GgufFile:
             kind = TENSOR_TYPES.get(number)
             if kind is None:
                 raise StorageError(
-                    f"{name[:80]} in {self.path} has the type number {number}, which nntask does not know; "
-                    "use a file of type F32, F16, BF16, Q8_0 or Q4_0"
+                    f"{name[:80]} in {self.path} has the type number {number}, which nntask does not know",
+                    "use a file of type F32, F16, BF16, Q8_0 or Q4_0",
                 )
             entries[name] = kind, shape, offset
         return entries
@@ -234,7 +234,7 @@ class _Cursor:
 
     def broken(self, how: str) -> StorageError:
         """Return the error for a file that breaks a rule of the format; `how` is a clause that says which."""
-        return StorageError(f"{self._file.path} is not a whole GGUF file: {how}; copy it again, or use another file")
+        return StorageError(f"{self._file.path} is not a whole GGUF file: {how}", "copy it again, or use another file")
 
     def expect(self, count: int, each: int, what: str) -> None:
         """Check that `count` items of at least `each` bytes fit into the rest of the header."""

@@ -30,9 +30,9 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
         _check_levels(values)
         return values
     except OSError as error:
-        raise DataError(f"{what} {file} cannot be read: {error.strerror}; {advice}") from None
+        raise DataError(f"{what} {file} cannot be read: {error.strerror}", advice) from None
     except ValueError as error:
-        raise DataError(f"{what} {file} is not whole JSON: {error}; copy it again") from None
+        raise DataError(f"{what} {file} is not whole JSON: {error}", "copy it again") from None
 
 
 def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[st
     """
     values = read_json(file, what, advice)
     if not isinstance(values, dict):
-        raise DataError(f"{what} {file} must be a JSON object, got {json.dumps(values)[:80]}; copy it again")
+        raise DataError(f"{what} {file} must be a JSON object, got {json.dumps(values)[:80]}", "copy it again")
     return values
 
 

@@ -98,7 +98,7 @@ def save_tensors(
         with written_aside(path) as new, new.open("wb") as file:
             return _write(file, tensors, dtype, metadata or {}, finite=finite)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or choose another place") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", "make room or choose another place") from error
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[Any] | None, metadata: Mapping[str, str], *, finite: bool) -> int:
@@ -156,7 +156,7 @@ def checksum_of(path: str | os.PathLike[str]) -> int:
             while count := file.readinto(piece):
                 checksum = zlib.crc32(memoryview(piece)[:count], checksum)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; use another checkpoint") from None
+        raise DataError(f"cannot read {path}: {error.strerror}", "use another checkpoint") from None
     return checksum
 
 
@@ -215,7 +215,7 @@ class TensorFile:
             nbytes = os.fstat(self._file.fd).st_size
             start = os.pread(self._file.fd, 9, 0)
         except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}; give an existing safetensors file") from None
+            raise DataError(f"cannot read {self.path}: {error.strerror}", "give an existing safetensors file") from None
         _refuse_pickle(self.path, start)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
@@ -256,15 +256,17 @@ class TensorFile:
         for name, (shape, dtype) in shapes.items():
             entry = self.entries.get(name)
             if entry is None:
-                raise DataError(f"{self.path} has no tensor {name}, which the model needs with shape {shape}; is it a checkpoint of this model?")
+                raise DataError(f"{self.path} has no tensor {name}, which the model needs with shape {shape}", "is it a checkpoint of this model?")
             if entry.shape != shape:
-                raise DataError(f"{name} in {self.path} has shape {entry.shape}, the model needs {shape}; use the config it was trained with")
+                raise DataError(f"{name} in {self.path} has shape {entry.shape}, the model needs {shape}", "use the config it was trained with")
             have, want = _NAMES[entry.dtype], _NAMES[dtype]
             if have != want and (exact or not {have, want} <= _FLOATS):
-                raise DataError(f"{name} in {self.path} has element type {have}, {want} is needed; use the --dtype it was trained with")
+                raise DataError(f"{name} in {self.path} has element type {have}, {want} is needed", "use the --dtype it was trained with")
         if surplus := sorted(set(self.entries) - set(shapes)):
             entry = self.entries[surplus[0]]
-            raise DataError(f"{self.path} has a tensor {surplus[0]} of shape {entry.shape} that the model lacks; use the config it was trained with")
+            raise DataError(
+                f"{self.path} has a tensor {surplus[0]} of shape {entry.shape} that the model lacks", "use the config it was trained with"
+            )
 
     def read_into(self, name: str, tensor: TileTensor) -> None:
         """Fill `tensor` with the file's tensor `name`, one row of tiles at a time. Requires a successful `check`.
@@ -305,8 +307,8 @@ class TensorFile:
     def _entry(self, name: str, value: Mapping[str, Any], available: int) -> TensorEntry:
         if value["dtype"] not in _DTYPES:
             raise DataError(
-                f"{name} in {self.path} has element type {value['dtype']}, which is not read here; store it as F32, F16 or BF16, "
-                "or for a quantised model use the weights that it was made from"
+                f"{name} in {self.path} has element type {value['dtype']}, which is not read here",
+                "store it as F32, F16 or BF16, or for a quantised model use the weights that it was made from",
             )
         dtype, shape = _DTYPES[value["dtype"]], tuple(value["shape"])
         first, last = value["data_offsets"]
@@ -327,7 +329,7 @@ class TensorFile:
             raise self._corrupt(f"its tensors take {end} bytes, and the file has {nbytes} bytes of data")
 
     def _corrupt(self, how: str) -> DataError:
-        return DataError(f"{self.path} is not a whole safetensors file: {how}; copy it again or use another checkpoint")
+        return DataError(f"{self.path} is not a whole safetensors file: {how}", "copy it again or use another checkpoint")
 
 
 def _refuse_pickle(path: Path, start: bytes) -> None:
@@ -343,7 +345,7 @@ def _refuse_pickle(path: Path, start: bytes) -> None:
             "import torch, safetensors.torch as s; s.save_file({k: v.clone() for k, v in "
             f'torch.load({python_text(path)}, map_location="cpu", weights_only=True).items()}}, {python_text(converted)})'
         )
-        raise DataError(f"{path} is a torch pickle, which is never loaded here; convert it: {command}{then}")
+        raise DataError(f"{path} is a torch pickle, which is never loaded here", f"convert it: {command}{then}")
 
 
 def load_tensors(path: str | os.PathLike[str], tensors: Mapping[str, TileTensor], *, exact: bool = True) -> None:

@@ -77,7 +77,7 @@ class OpenFile:
         try:
             return os.preadv(self.fd, [out], offset)
         except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
+            raise StorageError(f"cannot read {self.path}: {error.strerror}", "copy it to another disk and start anew") from None
 
     def scatter_at(self, outs: Sequence[memoryview | bytearray], offset: int) -> int:
         """Read bytes at `offset` into several buffers in turn; return the number of bytes read.
@@ -88,7 +88,7 @@ class OpenFile:
         try:
             return os.preadv(self.fd, outs, offset)
         except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
+            raise StorageError(f"cannot read {self.path}: {error.strerror}", "copy it to another disk and start anew") from None
 
     def write_at(self, values: memoryview, offset: int) -> int:
         """Write `values` at `offset`; return the number of bytes written.
@@ -111,7 +111,7 @@ class OpenFile:
             StorageError: the file's size or modification time has changed.
         """
         if self._stamp() != self._found:
-            raise StorageError(f"{self.path} must not change while it is in use, and has changed since it was opened; copy it again and start anew")
+            raise StorageError(f"{self.path} must not change while it is in use, and has changed since it was opened", "copy it again and start anew")
 
     def _stamp(self) -> tuple[int, int]:
         found = os.fstat(self.fd)
@@ -144,7 +144,7 @@ def _transfer_all(call: Callable[[memoryview, int], int], raw: memoryview, offse
     while done < len(raw):
         count = call(raw[done:], offset + done)
         if count == 0:
-            raise StorageError(f"{path} has become shorter since it was opened; copy it again and start anew")
+            raise StorageError(f"{path} has become shorter since it was opened", "copy it again and start anew")
         done += count
 
 

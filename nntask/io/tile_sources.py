@@ -65,6 +65,6 @@ class TileSource:
             raise StorageError(f"{self.name} was lost: {error}") from error
         if (bad := first_not_finite(out) if self.block_format is None else block_format.first_bad_scale(out, self.block_format)) is not None:
             raise DataError(
-                f"{self.name} in {self.range.file.path} holds {bad}, as {out.dtype.name}, and weights must be finite; "
-                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
+                f"{self.name} in {self.range.file.path} holds {bad}, as {out.dtype.name}, and weights must be finite",
+                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large",
             )

@@ -75,7 +75,7 @@ class CapturedStep:
         try:
             again = as_asked(self.plan, recompute)
         except ValueError as error:
-            raise UsageError(f"--recompute {recompute}: {error}") from error
+            raise UsageError(f"{recompute}: {error}", flag="--recompute") from error
         return self if again is self.plan else replace(self, plan=again, recorded=self.plan)
 
 
@@ -266,7 +266,7 @@ def _ordered(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedO
     except ValueError as error:
         is_open = run.step.num_minibatches == 1 and not run.start.is_continued
         more = "; the others need a --minibatch below --batch" if is_open else ""
-        raise UsageError(f"--order {run.step.order}: {error}{more}") from error
+        raise UsageError(f"{run.step.order}: {error}{more}", flag="--order") from error
 
 
 def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -> tuple[PlannedOrder, Needs | None]:

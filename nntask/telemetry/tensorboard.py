@@ -27,7 +27,9 @@ def check_installed() -> None:
         UsageError: the package is missing.
     """
     if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--report-to tensorboard needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it")
+        raise UsageError(
+            "tensorboard needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it", flag="--report-to"
+        )
 
 
 class EventFile:

@@ -35,8 +35,9 @@ def check_start(run: LanguageRun) -> None:
     data, schedule, begin = run.data, run.schedule, run.start.directory
     if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset not in ("train.bin", IMAGES):
         raise DataError(
-            f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer; "
-            f"name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin{other_way(begin)}"
+            f"{run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer; "
+            f"name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin{other_way(begin)}",
+            flag="--init-from",
         )
     make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
     check_unlocked(run.directory, run.start.flag)
@@ -77,14 +78,17 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
     run = run_of(resumed)
     wanted = settings.checkpoints.run_dir
     if wanted and Path(wanted).resolve() != run:
-        raise UsageError(f"--resume {resumed.path} continues in its own directory {run}, got --run-dir {wanted}; drop --run-dir")
+        raise UsageError(f"{resumed.path} continues in its own directory {run}, got --run-dir {wanted}; drop --run-dir", flag="--resume")
     newest = step_directories(run)[-1:]
     if newest and newest[0].resolve() != resumed.path.resolve():
-        raise UsageError(f"--resume {resumed.path} is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away")
+        raise UsageError(
+            f"{resumed.path} is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away", flag="--resume"
+        )
     steps = settings.run.steps
     if steps is not None and resumed.step >= steps:
         raise UsageError(
-            f"--steps must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}"
+            f"must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}",
+            flag="--steps",
         )
     check_no_links(run)
     check_writable(run, "the run directory")
@@ -116,9 +120,11 @@ def check_disk(disk: DiskSpec | None) -> None:
 def check_tier_directory(directory: Path) -> None:
     """Check the directory of a disk tier, like `check_disk`."""
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"--disk {directory} is a file; give a directory")
+        raise UsageError(f"{directory} is a file; give a directory", flag="--disk")
     if not directory.absolute().parent.is_dir():
-        raise UsageError(f"--disk {directory} cannot be created: there is no directory {directory.parent}; create it, or choose another place")
+        raise UsageError(
+            f"{directory} cannot be created: there is no directory {directory.parent}; create it, or choose another place", flag="--disk"
+        )
     check_writable(directory, "--disk")
 
 

@@ -17,7 +17,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Final
 
-from ..core.errors import DeviceFailed
+from ..core.errors import DeviceFailed, DoesNotFit
+from ..core.shortage import Shortage
 from .gpu import Event, Stream, device_failed
 
 PACKAGES: Final = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
@@ -37,7 +38,21 @@ _PORTABLE: Final = 1
 
 
 class NoGpu(ValueError):
-    """The requested GPUs are not available; the message is one sentence with a remedy."""
+    """The requested GPUs are not available.
+
+    Args:
+        fact: the reason, as a clause; with `requested`, the rest of a clause about the requested number.
+        remedy: advice, as a clause; "" for none.
+        requested: requested number of GPUs, if CUDA shows fewer; None for another reason.
+
+    Attributes:
+        fact, remedy, requested: the arguments.
+    """
+
+    def __init__(self, fact: str, remedy: str = "", *, requested: int | None = None) -> None:
+        self.fact, self.remedy, self.requested = fact, remedy, requested
+        clause = fact if requested is None else f"the number of GPUs {fact}"
+        super().__init__(f"{clause}; {remedy}" if remedy else clause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +97,21 @@ def find_gpus(
     """
     installed = packages()
     if not installed:
-        raise NoGpu(f"GPUs are used through CuPy, and it is not installed; {INSTALL}, or compute on the CPU with --ngpu 0")
+        raise NoGpu("GPUs are used through CuPy, and it is not installed", INSTALL)
     if len(installed) > 1:
         raise NoGpu(
-            f"one CuPy package must be installed, and there are {' and '.join(installed)}, which overwrite each other; "
-            f"pip uninstall {' '.join(installed)}, then {INSTALL}"
+            f"one CuPy package must be installed, and there are {' and '.join(installed)}, which overwrite each other",
+            f"pip uninstall {' '.join(installed)}, then {INSTALL}",
         )
     try:
         cuda = (runtime or _runtime)()
     except ImportError as error:
-        raise NoGpu(f"{installed[0]} is installed and cannot be imported ({error}); {INSTALL} brings the libraries that it needs") from error
+        raise NoGpu(f"{installed[0]} is installed and cannot be imported ({error})", f"{INSTALL} brings the libraries that it needs") from error
     try:
         count = int(cuda.getDeviceCount())
         return [_facts(cuda, index) for index in range(count if most is None else min(most, count))]
     except RuntimeError as error:
-        raise NoGpu(_reason(cuda, installed[0], error)) from error
+        raise NoGpu(*_reason(cuda, installed[0], error)) from error
 
 
 @contextmanager
@@ -122,20 +137,21 @@ def _facts(cuda: Any, index: int) -> GpuFacts:
     return GpuFacts(index, name, 10 * int(properties["major"]) + int(properties["minor"]), int(total), int(free))
 
 
-def _reason(cuda: Any, package: str, error: RuntimeError) -> str:
-    """Return the reason why CUDA finds no GPU, with a remedy."""
+def _reason(cuda: Any, package: str, error: RuntimeError) -> tuple[str, str]:
+    """Return the reason why CUDA finds no GPU, and the remedy."""
     if getattr(error, "status", None) == _INSUFFICIENT_DRIVER:
         driver = int(cuda.driverGetVersion())
         if not driver:
-            return "no NVIDIA driver is loaded here (libcuda.so.1 is missing or answers nothing); install one, or compute on the CPU with --ngpu 0"
+            return "no NVIDIA driver is loaded here (libcuda.so.1 is missing or answers nothing)", "install one"
         wants = int(cuda.runtimeGetVersion())
         return (
-            f"the NVIDIA driver here supports CUDA up to {_version(driver)}, and {package} needs {_version(wants)}; update the driver, or install "
-            f"the CuPy of an older CUDA: {INSTALL}"
+            f"the NVIDIA driver here supports CUDA up to {_version(driver)}, and {package} needs {_version(wants)}",
+            f"update the driver, or install the CuPy of an older CUDA: {INSTALL}",
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = f" with CUDA_VISIBLE_DEVICES={visible!r}; change it" if visible is not None else "; see what nvidia-smi says"
-    return f"CUDA finds no GPU to use ({error}){why}, or compute on the CPU with --ngpu 0"
+    if visible is not None:
+        return f"CUDA finds no GPU to use ({error}) with CUDA_VISIBLE_DEVICES={visible!r}", "change it"
+    return f"CUDA finds no GPU to use ({error})", "see what nvidia-smi says"
 
 
 def _version(number: int) -> str:
@@ -157,7 +173,7 @@ def choose_gpus(count: int | None, found: Callable[[], list[GpuFacts]] | None = 
     gpus = find_gpus(most=count) if found is None else found()
     if count is not None and count > len(gpus):
         names = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none"
-        raise NoGpu(f"--ngpu must be at most the number of GPUs that CUDA shows, got {count} and there are {len(gpus)} ({names}); lower it")
+        raise NoGpu(f"must be at most that of the GPUs that CUDA shows, got {count} and there are {len(gpus)} ({names})", "lower it", requested=count)
     return gpus[:count]
 
 
@@ -315,7 +331,7 @@ class CupyGpu:
         """Allocate memory and return its address.
 
         Raises:
-            MemoryError: the GPU has fewer free bytes.
+            DoesNotFit: the GPU has fewer free bytes.
         """
         address = ctypes.c_uint64()
         with self.visit():
@@ -323,10 +339,9 @@ class CupyGpu:
             status = _driver().cuMemAlloc_v2(ctypes.byref(address), nbytes)
             free, total = self._cuda.memGetInfo() if status else (0, 0)
         if status:
-            raise MemoryError(
-                f"{self.name} did not give {nbytes:,} bytes (CUDA error {status}): {free:,} of its {total:,} are free; lower --gpu-memory, or end "
-                "other programs on the card"
-            )
+            fact = f"{self.name} did not give {nbytes:,} bytes (CUDA error {status}): {free:,} of its {total:,} are free"
+            shortage = Shortage("reserve", self.name, nbytes, free)
+            raise DoesNotFit(shortage, fact, "lower the budget of the device, or end other programs that use the card")
         self._sizes[address.value] = nbytes
         return address.value
 

@@ -105,11 +105,11 @@ def find_library() -> Any:
     import cupy
 
     if int(cupy.__version__.partition(".")[0]) < OLDEST_CUPY:
-        raise NoGpu(f"NCCL is used through CuPy {OLDEST_CUPY} or newer, and {cupy.__version__} is installed; {INSTALL}, or use --transport dask")
+        raise NoGpu(f"NCCL is used through CuPy {OLDEST_CUPY} or newer, and {cupy.__version__} is installed", INSTALL)
     try:
         from cupy.cuda import nccl
     except ImportError:
         nccl = None
     if not getattr(nccl, "available", False):
-        raise NoGpu(f"CuPy finds no NCCL (libnccl.so.2) to send over; {INSTALL_NCCL}, or use --transport dask")
+        raise NoGpu("CuPy finds no NCCL (libnccl.so.2) to send over", INSTALL_NCCL)
     return nccl

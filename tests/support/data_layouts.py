@@ -51,7 +51,7 @@ def check_like(files: list[str], theirs: Mapping[str, set[str]]) -> None:
     shared = {name for split, names in theirs.items() for other, more in theirs.items() if split != other for name in names & more}
     kept_apart = theirs.get("validation", set()) | theirs.get("test", set())
     try:
-        ours = splits_of(Listing("--dataset-path d", "d", tuple(files)), lambda name: True, lambda name: name.endswith(".jsonl"))
+        ours = splits_of(Listing("--dataset-path", "d", tuple(files)), lambda name: True, lambda name: name.endswith(".jsonl"))
     except DataError:
         words = [frozenset(split for folder in name.split("/") for split in splits_in(folder)) for name in files]
         assert shared or any("train" in each and len(each) > 1 for each in words) or len(files) >= 2 * len(set().union(*theirs.values()))

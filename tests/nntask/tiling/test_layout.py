@@ -22,7 +22,7 @@ ROW = (".jsonl", ".parquet", ".arrow")
 
 def decided(files: Sequence[str], documents: Mapping[str, str] | None = None) -> Splits:
     """The splits of files in a directory d."""
-    return splits_of(Listing("--dataset-path d", "d", tuple(files), documents or {}), lambda name: True, lambda name: name.endswith(ROW))
+    return splits_of(Listing("--dataset-path", "d", tuple(files), documents or {}), lambda name: True, lambda name: name.endswith(ROW))
 
 
 @pytest.mark.parametrize(

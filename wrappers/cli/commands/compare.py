@@ -93,15 +93,15 @@ def _check(settings: CompareSettings) -> None:
 
     if settings.a == settings.b:
         other = "sim" if settings.a == "cpu" else "cpu"
-        raise UsageError(f"--a and --b must be two kinds of workers, got {settings.a} for both; for example --b {other}")
+        raise UsageError(f"and --b must be two kinds of workers, got {settings.a} for both; for example --b {other}", flag="--a")
     for flag, value, least in (("--steps", settings.steps, 1), ("--batch", settings.batch, 1), ("--seq-len", settings.seq_len, 1)):
         if value is not None and value < least:
-            raise UsageError(f"{flag} must be at least {least}, got {value}; the nearest legal value is {least}")
+            raise UsageError(f"must be at least {least}, got {value}; the nearest legal value is {least}", flag=flag)
     for flag, tolerance in (("--rtol", settings.rtol), ("--atol", settings.atol)):
         if not 0 <= tolerance < math.inf:
-            raise UsageError(f"{flag} must be 0 or more, and finite, got {tolerance}; the nearest legal value is 0")
+            raise UsageError(f"must be 0 or more, and finite, got {tolerance}; the nearest legal value is 0", flag=flag)
     if not 0 <= settings.seed <= LARGEST:
-        raise UsageError(f"--seed must be at least 0 and at most {LARGEST}, got {settings.seed}; the nearest legal value is 0")
+        raise UsageError(f"must be at least 0 and at most {LARGEST}, got {settings.seed}; the nearest legal value is 0", flag="--seed")
     if settings.ram:
         parse_size(settings.ram, "--ram")
 

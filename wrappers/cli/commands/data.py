@@ -49,8 +49,9 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("data prepare needs --output, the directory to write; add it")
     if settings.vocab_size < 1 or settings.dataset_select == 0 or settings.dataset_select < -1:
         raise UsageError(
-            f"--vocab-size must be at least 1 and --dataset-select at least 1, or -1 for all, "
-            f"got {settings.vocab_size} and {settings.dataset_select}; the nearest legal values are 1"
+            f"must be at least 1 and --dataset-select at least 1, or -1 for all, "
+            f"got {settings.vocab_size} and {settings.dataset_select}; the nearest legal values are 1",
+            flag="--vocab-size",
         )
     from nntask.data import DataSpec, tokenize_dataset
 

@@ -69,7 +69,9 @@ def _check_name(settings: ExportSettings, target: Path) -> None:
     suffix = {"hf": target.suffix, "gguf": SUFFIX}.get(settings.format, SAFETENSORS)
     if target.suffix != suffix:
         other = ", or use --format hf" if settings.format == "gguf" else ""
-        raise UsageError(f"--format {settings.format} writes a file whose name ends with {suffix}, got {target}; name it {target}{suffix}{other}")
+        raise UsageError(
+            f"{settings.format} writes a file whose name ends with {suffix}, got {target}; name it {target}{suffix}{other}", flag="--format"
+        )
 
 
 def _check_adapters(settings: ExportSettings, checkpoint: Checkpoint) -> None:
@@ -82,9 +84,9 @@ def _check_adapters(settings: ExportSettings, checkpoint: Checkpoint) -> None:
 
     has_adapters = checkpoint.state.get("base") is not None
     if settings.merge and not has_adapters:
-        raise UsageError(f"--merge is about adapters, and {checkpoint.path} holds a whole model; drop it")
+        raise UsageError(f"is about adapters, and {checkpoint.path} holds a whole model; drop it", flag="--merge")
     if settings.shard_size and has_adapters and not settings.merge:
-        raise UsageError(f"--shard-size {settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge")
+        raise UsageError(f"{settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge", flag="--shard-size")
 
 
 def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> int:
@@ -96,7 +98,7 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
     assert settings.format in ("weights", "optimizer")
     for flag, value in (("--merge", settings.merge), (f"--shard-size {settings.shard_size}", settings.shard_size)):
         if value:
-            raise UsageError(f"{flag} is for a model directory, got --format {settings.format}; drop it")
+            raise UsageError(f"is for a model directory, got --format {settings.format}; drop it", flag=flag)
     done = export_state(checkpoint, target, content=settings.format, dtype=settings.dtype, force=settings.force)
     weights = "weights" if checkpoint.state.get("base") is None else "adapter weights"
     what = weights if settings.format == "weights" else "numbers of optimizer state"
@@ -129,7 +131,7 @@ def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer
     from nntask.export import Conversion, Convertible, write_gguf
 
     if settings.shard_size:
-        raise UsageError(f"--shard-size {settings.shard_size} is about directories, and a GGUF file is one; drop it")
+        raise UsageError(f"{settings.shard_size} is about directories, and a GGUF file is one; drop it", flag="--shard-size")
     if checkpoint.state.get("base") is not None and not settings.merge:
         raise UsageError(f"{checkpoint.path} holds adapters, and a GGUF file a whole model; add --merge")
     model = Convertible.of(checkpoint.path, checkpoint.config, checkpoint, tokenizer)

@@ -127,7 +127,7 @@ def _check_filled(asked: TextSettings, model: str) -> None:
     for name in (each.name for each in fields(asked) if each.name not in _OF_FILLED):
         if getattr(asked, name) != getattr(usual, name):
             flag = "--no-cache" if name == "cache" else f"--{name.replace('_', '-')} {getattr(asked, name)}"
-            raise UsageError(f"{flag} is for text generation, and {model} fills masks; drop it")
+            raise UsageError(f"is for text generation, and {model} fills masks; drop it", flag=flag)
 
 
 def _check_search(asked: TextSettings) -> None:
@@ -139,7 +139,9 @@ def _check_search(asked: TextSettings) -> None:
     from nntask import UsageError
 
     if asked.num_beams > 1 and asked.temperature > 0:
-        raise UsageError(f"--num-beams {asked.num_beams} searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0")
+        raise UsageError(
+            f"{asked.num_beams} searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0", flag="--num-beams"
+        )
 
 
 def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], asked: TextSettings) -> None:
@@ -188,13 +190,13 @@ def check(asked: TextSettings) -> None:
     )
     for flag, value, ok, rule, near in rules:
         if not ok:
-            raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+            raise UsageError(f"must be {rule}, got {value}; the nearest legal value is {near}", flag=flag)
     if asked.num_beams == 1 and (asked.length_penalty, asked.early_stopping) != (1.0, "false"):
         flag = "--early-stopping" if asked.length_penalty == 1 else "--length-penalty"
-        raise UsageError(f"{flag} is for a beam search, and --num-beams is 1; raise it, or drop {flag}")
+        raise UsageError(f"is for a beam search, and --num-beams is 1; raise it, or drop {flag}", flag=flag)
     check_prompt(asked.prompt)
     if asked.prompt and asked.prompt_file:
-        raise UsageError(f"--prompt and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them")
+        raise UsageError(f"and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them", flag="--prompt")
 
 
 def prompts_of(asked: TextSettings) -> list[str]:
@@ -211,12 +213,14 @@ def prompts_of(asked: TextSettings) -> list[str]:
         with open(asked.prompt_file, encoding="utf-8-sig") as file:
             text = file.read()
     except OSError as error:
-        raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None
+        raise DataError(
+            f"{asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line", flag="--prompt-file"
+        ) from None
     except UnicodeDecodeError as error:
-        raise DataError(f"--prompt-file {asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it") from None
+        raise DataError(f"{asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it", flag="--prompt-file") from None
     lines = text.removesuffix("\n").split("\n")  # splitlines() would also end prompts at form feeds and similar characters
     if not text:
-        raise DataError(f"--prompt-file {asked.prompt_file} is empty; write one prompt a line")
+        raise DataError(f"{asked.prompt_file} is empty; write one prompt a line", flag="--prompt-file")
     if "" in lines:
         raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty; write one prompt a line, or remove it")
     return lines

@@ -42,9 +42,9 @@ def run(argv: Sequence[str]) -> int:
 
     record = read_run(directory, Path(settings.trace) if settings.trace else None)
     if target.is_dir():
-        raise UsageError(f"--output {target} is a directory; give a file")
+        raise UsageError(f"{target} is a directory; give a file", flag="--output")
     if not target.absolute().parent.is_dir():
-        raise UsageError(f"--output {target} cannot be written: there is no directory {target.parent}; make it, or choose another place")
+        raise UsageError(f"{target} cannot be written: there is no directory {target.parent}; make it, or choose another place", flag="--output")
     check_writable(target, "--output")
     try:
         from wrappers.report.page import page
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         traced = traced_steps(record.nodes)
         if not any(steps[0] <= step <= steps[1] for step in traced):
             what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
-            raise UsageError(f"--steps must name steps that were traced, got {settings.steps}, and {what}; change or drop it")
+            raise UsageError(f"must name steps that were traced, got {settings.steps}, and {what}; change or drop it", flag="--steps")
     try:
         with written_aside(target) as new:
             new.write_text(page(record, steps), encoding="utf-8")

@@ -124,9 +124,9 @@ def check(asked: ServerSettings) -> None:
     )
     for flag, value, ok, rule, near in rules:
         if not ok:
-            raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+            raise UsageError(f"must be {rule}, got {value}; the nearest legal value is {near}", flag=flag)
     if parse_size(asked.max_body, "--max-body") < 1:
-        raise UsageError(f"--max-body must be at least 1 byte, got {asked.max_body}; raise it")
+        raise UsageError(f"must be at least 1 byte, got {asked.max_body}; raise it", flag="--max-body")
     _clock(asked.template_date)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -137,7 +137,7 @@ def _context(asked: ServerSettings, source: ModelSource) -> int:
     from nntask import UsageError
 
     if asked.max_context > source.context:
-        raise UsageError(f"--max-context must be at most the model's context of {source.context}, got {asked.max_context}; lower it")
+        raise UsageError(f"must be at most the model's context of {source.context}, got {asked.max_context}; lower it", flag="--max-context")
     return asked.max_context or source.context
 
 
@@ -193,7 +193,7 @@ def _clock(day: str) -> Callable[[], datetime]:
     try:
         date = datetime.fromisoformat(day)
     except ValueError:
-        raise UsageError(f"--template-date must be a day as 2026-11-30, got {day!r}; give one") from None
+        raise UsageError(f"must be a day as 2026-11-30, got {day!r}; give one", flag="--template-date") from None
     return lambda: date
 
 

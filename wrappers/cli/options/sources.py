@@ -46,8 +46,13 @@ class SettingOrigin:
     value: Any
     file: str = ""
 
+    @property
+    def subject(self) -> str:
+        """The name, and the file that has it."""
+        return f"{self.name} in {self.file}" if self.file else self.name
+
     def named_in(self, message: str, flag: str) -> str:
-        """Return an error message with this name instead of the flag, where the message begins with it or has its value after "got", "and" or "drop".
+        """Return an error message with this name instead of the flag and its value, at the beginning and after "got", "and" or "drop".
 
         Args:
             flag: the flag, as messages call it.
@@ -59,7 +64,7 @@ class SettingOrigin:
         first, count = re.subn(typed, lambda match: assignment + where, message, count=1)
         if count:
             return re.sub(typed, lambda match: assignment, first)
-        return self.name + where + message.removeprefix(flag) if message.startswith(f"{flag} ") else message
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +103,16 @@ def naming(sources: Mapping[str, SettingOrigin]) -> Iterator[None]:
     try:
         yield
     except NntaskError as error:
+        origins = {flag_of(name.replace("-", "_")): origin for name, origin in sources.items()}
+        origin = origins.get(error.flag)
+        if origin is not None and origin.named_in(str(error), error.flag) == str(error):  # the value is not in the message
+            error = error.naming(origin.subject)
         words = str(error)
-        for name, origin in sources.items():
-            words = origin.named_in(words, flag_of(name.replace("-", "_")))
-        if words == str(error):
+        for flag, each in origins.items():
+            words = each.named_in(words, flag)
+        if words == str(error) and origin is None:
             raise
-        raise type(error)(words) from error
+        raise error.reworded(words) from error
 
 
 def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
@@ -132,7 +141,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
             complain(f"a resumed run writes only to its directory; to use the disk tier of the run again, add: --disk {shlex.quote(disk)}")
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
-            raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
+            raise UsageError(f"{begin} and --resume both say where to begin; drop one of them", flag="--init-from")
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
         is_imaginary = bool(besides.get("devices"))
@@ -198,7 +207,7 @@ def _read_config(file: str, table: Table) -> tuple[dict[str, Any], dict[str, Fil
     try:
         return from_toml(Path(file).read_text(encoding="utf-8"), file, table)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file") from None
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file", flag="--config") from None
 
 
 def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
@@ -214,7 +223,7 @@ def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
     if not resume:
         from nntask import UsageError
 
-        raise UsageError("--resume must name a run or a checkpoint, got an empty name; name one, or give no value for the newest run")
+        raise UsageError("must name a run or a checkpoint, got an empty name; name one, or give no value for the newest run", flag="--resume")
     from nntask.checkpoints import find_checkpoint
     from nntask.training import newest_run
 

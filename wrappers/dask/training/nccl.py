@@ -19,6 +19,7 @@ from typing import Final
 from nntask import ClusterError, DoesNotFit, UsageError
 from nntask.config import check_plain, format_size
 from nntask.hardware import GpuPlan, open_nccl
+from scheduler import DoesNotFit as NoRoom
 from scheduler import Shortage
 from scheduler.drivers import CupyNccl, UniqueId
 
@@ -170,11 +171,11 @@ def open_nccl_transport(gpus: GpuPlan, worker: str, rank: int, num_nodes: int) -
     except UsageError as error:
         raise UsageError(f"on worker {worker}: {error}") from error
     except MemoryError as error:
-        needed = 2 * (num_nodes - 1) * 2 * PIECE
+        needed, why = 2 * (num_nodes - 1) * 2 * PIECE, error.fact if isinstance(error, NoRoom) else str(error)
         raise DoesNotFit(
-            f"on worker {worker} --transport nccl takes {format_size(needed)} of the GPU for buffers, and {error}",
+            f"on worker {worker} --transport nccl takes {format_size(needed)} of the GPU for buffers, and {why}",
             "lower --nodes, or use --transport dask",
-            shortage=Shortage("outside", gpus.names[0], needed, gpus.nbytes, task="NCCL", detail=str(error)),
+            shortage=Shortage("outside", gpus.names[0], needed, gpus.nbytes, task="NCCL", detail=why),
         ) from error
     except RuntimeError as error:  # an error of CUDA or NCCL
         raise _cannot_begin(worker, error) from error
