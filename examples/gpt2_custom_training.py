@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nntask import UsageError
+from scheduler.drivers import NoGpu
 from wrappers.cli import guarded, run_train
 from wrappers.cli.options import table_of, typed_text, unknown
 
@@ -319,8 +320,10 @@ def main(argv: Sequence[str]) -> int:
         try:
             return run_train(translated(args, rest, os.environ), changed=training.changed, around=training.around)
         except UsageError as error:
-            is_restricted = error.flag == "--ngpu" and args.restrict == "cuda"
-            raise (error.naming("--restrict=cuda") if is_restricted else error) from error
+            reason = error.__cause__
+            if args.restrict == "cuda" and isinstance(reason, NoGpu) and reason.requested is None:
+                raise UsageError(f"--restrict=cuda needs a GPU, and {reason.fact}", f"drop --restrict=cuda, or {reason.remedy}") from error
+            raise
 
     return guarded(train)
 

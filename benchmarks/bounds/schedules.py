@@ -138,7 +138,7 @@ def _row(policy: str, eviction: str, plan: StepPlan, target: MachineModel, durat
         )
         row |= {"seconds": found.seconds, "moved_bytes": sum(found.moved_bytes.values()), "over_bound": found.seconds / bound}
     except SchedulerError as error:
-        row |= {"seconds": None, "refusal": str(error).partition("\n")[0]}
+        row |= {"seconds": None, "refusal": error.fact}
     return {**row, "took_seconds": perf_counter() - begin}
 
 

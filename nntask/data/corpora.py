@@ -134,14 +134,14 @@ def _first(texts: Texts, select: int) -> Collection[Text]:
     return Texts((texts,), select) if select > 0 else texts
 
 
-def _check_rows(texts: Texts, rows: RowCounts, path: str | Path, flag: str) -> None:
+def _check_rows(texts: Texts, rows: RowCounts, path: str | os.PathLike[str], flag: str) -> None:
     """Check that there is at least one text; raise DataError if the files are tables without rows, or with empty rows only."""
     if not len(texts):
         what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
         raise DataError(f"{path} holds no text: {what}", "give rows with a text", flag=flag)
 
 
-def _filled(files: Sequence[Path], path: str | Path, flag: str, split: str = "") -> tuple[list[Path], tuple[Finding, ...]]:
+def _filled(files: Sequence[Path], path: str | os.PathLike[str], flag: str, split: str = "") -> tuple[list[Path], tuple[Finding, ...]]:
     """Return the files that are not empty, and a finding about the others; raise DataError if all are empty, or pyarrow is needed and missing.
 
     Args:

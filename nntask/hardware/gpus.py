@@ -130,9 +130,9 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
     try:
         chosen = cards.choose(None if resources.ngpu == ALL_GPUS else resources.ngpu)
         if not chosen and must:
-            flag = f"--ngpu {resources.ngpu}"
-            clause = f"{resources.ngpu} needs a GPU, and CuPy, through which GPUs are used, is not installed"
-            raise UsageError(clause, f"drop {flag}, or {INSTALL}", flag="--ngpu")
+            missing = NoGpu("CuPy, through which GPUs are used, is not installed", INSTALL)
+            clause, remedy = f"{resources.ngpu} needs a GPU, and {missing.fact}", f"drop --ngpu {resources.ngpu}, or {missing.remedy}"
+            raise UsageError(clause, remedy, flag="--ngpu") from missing
     except NoGpu as error:
         if error.requested is not None:
             raise UsageError(error.fact, error.remedy, flag="--ngpu") from error

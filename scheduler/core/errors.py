@@ -220,8 +220,9 @@ class Stalled(SchedulerError, RuntimeError):
 
     def __init__(self, num_unfinished: int, num_ready: int, kinds: Sequence[str], story: str) -> None:
         super().__init__(
-            f"{num_unfinished} tasks remain, {num_ready} of them ready, but nothing runs or moves; workers are of kind {', '.join(kinds)}\n{story}"
+            f"{num_unfinished} tasks remain, {num_ready} of them ready, but nothing runs or moves; workers are of kind {', '.join(kinds)}"
         )
+        self.args = (f"{self.fact}\n{story}",)
         self.num_unfinished, self.num_ready, self.kinds, self.story = num_unfinished, num_ready, tuple(kinds), story
 
 

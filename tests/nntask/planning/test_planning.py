@@ -26,6 +26,7 @@ from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
+from scheduler.core.shortage import Shortage
 from scheduler.execution.workers import SIM_DEPTH
 from scheduler.planning.finalists import NEAR, PLAIN
 from scheduler.planning.orders import candidates
@@ -339,7 +340,7 @@ def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.Monk
     """Where a machine has what a step needs at least and it stops all the same, what is to be larger is the memory that had no room."""
 
     def full(*_: Any, **__: Any) -> Any:
-        raise NoRoom("adam needs 5 B at once on node gpu:0; raise the budget", "gpu:0")
+        raise NoRoom(Shortage("taken", "gpu:0", 5, 4, 4, task="adam"))
 
     monkeypatch.setattr(planning, "replay", full)
     asked = settings(ncpu=None, ram="")

@@ -11,8 +11,8 @@ from nntask.config.settings import TrainSettings, differences, from_dict
 from nntask.config.validation import check_values
 from nntask.errors import DataError, UsageError
 from nntask.hardware.machine_spec import devices_of, machine_of
-from nntask.hardware.runtimes import does_not_fit
-from scheduler.core.errors import DoesNotFit as NoRoom
+from nntask.hardware.memory_advice import does_not_fit
+from scheduler import Shortage
 from wrappers.cli.options.flags import build, scan, table_of
 
 TABLE = table_of(TrainSettings)
@@ -116,18 +116,34 @@ def test_names_that_plans_print_can_be_given(text):
 
 
 @pytest.mark.parametrize(
-    ("message", "node", "words"),
+    ("shortage", "lower", "remedy"),
     [
-        ("program needs 5 B, but 4 B are taken by data; raise the budget or x", "ram", "raise --ram (now the default), lower --minibatch"),
-        ("adam needs 5 B; raise the budget or x", "sim:1", "adam needs 5 B; raise --gpu-memory (now 1MiB), or lower --inner-tile"),
-        ("node disk is full: x; raise the budget", "disk", "is full: x; raise SIZE in --disk tier:SIZE, now --disk tier:2MiB"),
-        ("head needs 5 B; raise the budget or x", "", "head needs 5 B; raise --ram (now the default), or lower --vocab-tile"),
+        (Shortage("taken", "ram", 5, 4, 4, "program"), None, "raise --ram (now the default), lower --minibatch, or use --recompute block"),
+        (Shortage("task", "sim:1", 5, 4, task="adam"), None, "raise --gpu-memory (now 1MiB), or lower --inner-tile or --vocab-tile"),
+        (Shortage("task", "ram", 5, 4, task="flash_attention"), None, "raise --ram (now the default), or lower --seq-tile or --head-tile"),
+        (Shortage("task", "ram", 5, 4, task="head"), None, "raise --ram (now the default), or lower --vocab-tile"),
+        (Shortage("task", "ram", 5, 4, task="matmul"), None, "raise --ram (now the default), or lower --minibatch-tile or --seq-tile"),
+        (Shortage("full", "disk", 5, 4, 4, "head"), None, "raise SIZE in --disk tier:SIZE, now --disk tier:2MiB"),
+        (Shortage("outside", "GPU 0 (H100)", 0, 4, 4, "a library"), None, "lower --gpu-memory, or end other programs that use the card"),
+        (Shortage("taken", "ram", 5, 4, 4, "program"), "--batch", "raise --ram (now the default)"),
+        (Shortage("taken", "ram", 5, 4, 4, "head"), "--batch", "raise --ram (now the default), or lower --batch"),
+        (Shortage("task", "cuda:0", 5, 4, task="head"), "", "raise --gpu-memory (now 1MiB)"),
     ],
 )
-def test_what_does_not_fit_names_flag_and_value(message, node, words):
-    """The scheduler knows memories, the user flags."""
+def test_what_does_not_fit_names_flag_and_value(shortage, lower, remedy):
+    """The scheduler knows memories, the user flags; the refusal keeps the facts."""
     machine = machine_of(settings("--sim-gpu=2", "--gpu-memory=1MiB", "--disk=tier:2MiB").resources)
-    assert words in str(does_not_fit(NoRoom(message, node), machine))
+    refusal = does_not_fit(shortage, machine, lower=lower)
+    assert refusal.shortage is shortage
+    assert (refusal.fact, refusal.remedy) == (shortage.fact, remedy)
+    assert str(refusal) == f"{shortage.fact}; {remedy}"
+
+
+def test_a_shortage_without_a_disk_advises_one():
+    """When bytes are taken; a task that is too large alone is no smaller with a disk."""
+    machine = machine_of(settings("--ram=1MiB").resources)
+    assert does_not_fit(Shortage("taken", "ram", 5, 4, 4, "head"), machine, lower="").remedy == "raise --ram (now 1MiB), or add --disk DIR"
+    assert does_not_fit(Shortage("task", "ram", 5, 4, task="head"), machine, lower="").remedy == "raise --ram (now 1MiB)"
 
 
 def test_defaults_of_the_small_model():

@@ -93,7 +93,7 @@ def test_a_writer_waits_for_a_copy_whose_reader_was_cancelled() -> None:
     reader = driver.submit((a, R), (b, R), kinds=("sim",))
     writer = driver.submit((a, RW), kinds=("cpu",))
     assert driver.routes == [("a", RAM, SIM), ("b", DISK, SIM)]
-    driver.arrive(b, SIM, TierFailed("planted"))
+    driver.arrive(b, SIM, TierFailed("data", "tier", "planted", reads=False))
     assert states(reader, writer) == ["cancelled", "fetching"]
     driver.arrive(a, SIM)
     assert states(writer) == ["running"]

@@ -218,7 +218,7 @@ def failing_disk(chance: Random) -> LoggedDriver:
             which = chance.randrange(driver.num_under_way)
             copy = [*[None] * len(driver.running), *driver.copying][which]
             odds = 0.01 if copy is None else reads if driver.is_read(copy) else writes
-            driver.end(which, TierFailed("planted") if chance.random() < odds else None)
+            driver.end(which, TierFailed("data", "tier", "planted", reads=False) if chance.random() < odds else None)
     driver.drain(chance.randrange)
     return driver
 

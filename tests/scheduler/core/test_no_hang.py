@@ -140,7 +140,7 @@ def program(case: Case, chance: Random, replays: int, failing: float = 0.0) -> N
             which = chance.randrange(driver.num_under_way) if chance.random() < 0.8 else 0
             copy = [*[None] * len(driver.running), *driver.copying][which]
             fails = failing and copy is not None and driver.is_read(copy) and chance.random() < failing
-            driver.end(which, TierFailed("planted") if fails else None)
+            driver.end(which, TierFailed("data", "tier", "planted", reads=False) if fails else None)
 
 
 def left_by(plan: StepPlan) -> dict[HandleRecord, int]:

@@ -74,7 +74,7 @@ def test_a_tier_that_is_too_small(kit, tmp_path: Path) -> None:  # type: ignore[
         full = r"node disk is full: program makes 4,096 B of new data that .* budget of 24,576 B 24,576 B are taken; raise the budget"
         with pytest.raises(DoesNotFit, match=full) as refusal:
             kit.filled(runtime, 1, "too much", COUNT)
-        assert refusal.value.node == "disk"
+        assert refusal.value.shortage.node == "disk"
         assert [kit.value(runtime, handle) for handle in handles] == list(range(6))
 
 

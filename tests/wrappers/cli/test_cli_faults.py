@@ -18,7 +18,7 @@ from support.fault_runs import FLAGS, prepare, undisturbed
 from nntask.data import TokenFile
 from nntask.hardware.runtimes import FoundNaN
 from nntask.training import run
-from scheduler import Codelet, Runtime
+from scheduler import Codelet, Runtime, Shortage
 from scheduler.core.errors import DoesNotFit, TierFailed
 from scheduler.storage import DiskTier
 from wrappers.cli import main
@@ -153,7 +153,14 @@ def test_runs_share_a_directory_that_vanishes(here, truth):
         assert numbers(here / name) == truth[:5]
 
 
-@pytest.mark.parametrize(("error", "code"), [(FoundNaN("planted"), 5), (DoesNotFit("planted"), 3), (TierFailed("planted"), 6)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FoundNaN("planted"), 5),
+        (DoesNotFit(Shortage("taken", "ram", 1, 0, task="planted")), 3),
+        (TierFailed("data", "tier", "planted", reads=False), 6),
+    ],
+)
 def test_what_fails_when_the_run_is_over(here, capsys, monkeypatch, error, code):
     """The runtime waits at its end; what it learns then has its exit code and one sentence, too."""
 

@@ -15,6 +15,7 @@ from support.emulated_cards import EmulatedCards
 
 from nntask.hardware import gpus
 from scheduler.core.errors import DoesNotFit
+from scheduler.core.shortage import Shortage
 from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
 from scheduler.drivers.disk import staging_nbytes
 from tiles.kernels import catalog
@@ -129,7 +130,12 @@ def test_a_lost_device_ends_with_six_and_a_whole_checkpoint(cards: EmulatedCards
             6,
             "norm.cu do not compile for sm_90 (x); nothing was saved, so there is nothing to continue",
         ),
-        (DoesNotFit("GPU 0 (Emulated) has no memory left; lower --gpu-memory", "GPU 0 (Emulated)"), 3, "has no memory left; lower --gpu-memory"),
+        (
+            DoesNotFit(Shortage("outside", "GPU 0 (Emulated)", 0, 8, 7, task="a library")),
+            3,
+            "GPU 0 (Emulated) has no memory left for a library, which allocates outside the budget (1 of 8 bytes are free); lower --gpu-memory, or "
+            "end other programs that use the card",
+        ),
     ],
 )
 def test_a_kernel_that_cannot_start(
@@ -241,9 +247,10 @@ def test_a_machine_without_usable_gpus(
         assert words in capsys.readouterr().err
     if packages:
         assert main(["devices"]) == 0
-        assert f"gpu      no GPU is used: {error.value}" in capsys.readouterr().out
+        told = f"no GPU is used: {error.value}, or compute on the CPU with --ngpu 0"
+        assert f"gpu      {told}" in capsys.readouterr().out
         assert main([*TRAIN, "--steps=1", "--run-dir=run", "--ncpu=1"]) == 0
-        assert capsys.readouterr().err == f"nntask: no GPU is used: {error.value}\n"
+        assert capsys.readouterr().err == f"nntask: {told}\n"
 
 
 def test_a_card_that_cuda_visible_devices_hides(monkeypatch: pytest.MonkeyPatch) -> None:
