@@ -110,7 +110,7 @@ def check_names(rest: Sequence[str]) -> None:
     for word in rest:
         name, equals, text = word.removeprefix("--").partition("=")
         if word.startswith("--") and word != "--" and not {name, name.removeprefix("no-")} & theirs:
-            raise unknown(name, text if equals else typed_text(rest, name), sorted(theirs | ours), f"flag --{name}", "--help")
+            raise unknown(name, text if equals else typed_text(rest, name), sorted(theirs | ours), f"--{name}", "--help", kind="flag ")
 
 
 def check_warm_up(args: argparse.Namespace, rest: Sequence[str]) -> None:

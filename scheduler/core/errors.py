@@ -45,7 +45,15 @@ class SchedulerError(Exception):
 
     def __reduce__(self) -> Any:
         """Return the parts of a copy, which has the same fields; subclasses have constructors of their own."""
-        return type(self).__new__, (type(self),), {"args": self.args, **vars(self)}
+        return _bare, (type(self),), {"args": self.args, **vars(self)}
+
+
+def _bare(kind: type[BaseException]) -> BaseException:
+    """Return an error without fields; `kind.__new__` may be that of a base which does not lay out its instances, such as `MemoryError`."""
+    base: type[Any] = kind
+    while base.__module__ != "builtins":
+        base = base.__base__
+    return base.__new__(kind)  # type: ignore[no-any-return]
 
 
 class TaskError(SchedulerError, RuntimeError):

@@ -107,7 +107,7 @@ def _check_flags(asked: Request) -> None:
             "link": "imaginary devices and there are none",
             "disk-rate": "the disk of an imaginary machine, and this one's is measured",
         }
-        raise UsageError(f"--{given} {flags[given]} is about {why[given]}; add --devices 8x80GiB@150TF, or drop it")
+        raise UsageError(f"{flags[given]} is about {why[given]}", "add --devices 8x80GiB@150TF, or drop it", flag=f"--{given}")
     if dask := asked.settings.cluster.dask:
         raise UsageError(
             f"{dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches", flag="--dask"

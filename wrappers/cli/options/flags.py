@@ -124,7 +124,9 @@ def table_of(settings: type[Any]) -> Table:
     return table
 
 
-def unknown(name: str, text: str | None, names: Iterable[str], source: str, listed: str = "--help-all for all flags") -> UsageError:
+def unknown(
+    name: str, text: str | None, names: Iterable[str], source: str, listed: str = "--help-all for all flags", *, kind: str = ""
+) -> UsageError:
     """Return the error for an unknown flag: its replacement, the command that has it, or the most similar flags.
 
     Args:
@@ -133,16 +135,17 @@ def unknown(name: str, text: str | None, names: Iterable[str], source: str, list
         names: the known flags without dashes.
         source: noun phrase for the flag or key in messages.
         listed: place where all flags are listed, for a flag that resembles none.
+        kind: noun before `source` if it is unknown, with a space; "" for none.
     """
     from nntask.config import SUFFIXES, instead
 
     if name in ELSEWHERE:
-        return UsageError(f"{source.removeprefix('flag ')} {ELSEWHERE[name]}")
+        return UsageError(f"{source} {ELSEWHERE[name]}")
     if (replacement := instead(name, text)) is not None:
-        return UsageError(f"{source.removeprefix('flag ')} was removed; {replacement}")
+        return UsageError(f"{source} was removed", replacement)
     near = difflib.get_close_matches(name, [each for each in names if each.replace("-", "_") not in SUFFIXES], 3)
     best = [f"--{each}" for each in near if _likeness(name, each) > _likeness(name, near[0]) - 0.1]  # nearly as similar as the best
-    return UsageError(f"unknown {source}" + (f"; did you mean {' or '.join(best)}?" if best else f"; see {listed}"))
+    return UsageError(f"unknown {kind}{source}", f"did you mean {' or '.join(best)}?" if best else f"see {listed}")
 
 
 def _likeness(name: str, other: str) -> float:
@@ -204,13 +207,13 @@ def _read_flag(token: str, rest: list[str], table: Table, argv: Sequence[str]) -
     switch = table.get(name.removeprefix("no-")) if name.startswith("no-") else None
     if switch is not None and switch.value_type is bool:
         if equals:
-            raise UsageError(f"--{name} takes no value, got {text!r}; write --{name} to turn it off, or --{switch.name}")
+            raise UsageError(f"takes no value, got {text!r}", f"write --{name} to turn it off, or --{switch.name}", flag=f"--{name}")
         yield switch.name, False
         return
     flag = table.get(name)
     if flag is None:
         value = text if equals else rest[0] if rest and not rest[0].startswith("--") else None
-        raise unknown(name, value, table, f"flag --{name}" + (f"{equals}{text}" if instead(name, value) else ""))
+        raise unknown(name, value, table, f"--{name}" + (f"{equals}{text}" if instead(name, value) else ""), kind="flag ")
     if flag.value_type is bool and not equals:
         yield name, True
         return
@@ -220,11 +223,12 @@ def _read_flag(token: str, rest: list[str], table: Table, argv: Sequence[str]) -
         elif name in OPTIONAL_VALUE:
             text = OPTIONAL_VALUE[name]
         else:
-            raise UsageError(f"--{name} needs a value, as in --{name}={flag.example}")
+            raise UsageError(f"needs a value, as in --{name}={flag.example}", flag=f"--{name}")
     suffix = SUFFIXES.get(flag.field)
     whole = None if suffix is None else table.get(suffix.flag.replace("_", "-"))
     if suffix is not None and whole is not None:  # a command without that flag has one of its own, such as report --trace
-        raise UsageError(f"--{name} {text} is now the second part of another flag; {_with_second(whole, suffix, text, typed_text(argv, whole.name))}")
+        remedy = _with_second(whole, suffix, text, typed_text(argv, whole.name))
+        raise UsageError(f"{text} is now the second part of another flag", remedy, flag=f"--{name}")
     yield from values_of(flag, text, f"--{name}", table).items()
 
 
