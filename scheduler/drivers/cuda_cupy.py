@@ -41,7 +41,7 @@ class NoGpu(ValueError):
     """The requested GPUs are not available.
 
     Args:
-        fact: the reason, as a clause; with `requested`, the rest of a clause about the requested number.
+        fact: the reason, as a clause; with `requested`, the rest of a clause whose subject is that number.
         remedy: advice, as a clause; "" for none.
         requested: requested number of GPUs, if CUDA shows fewer; None for another reason.
 
@@ -51,7 +51,7 @@ class NoGpu(ValueError):
 
     def __init__(self, fact: str, remedy: str = "", *, requested: int | None = None) -> None:
         self.fact, self.remedy, self.requested = fact, remedy, requested
-        clause = fact if requested is None else f"the number of GPUs {fact}"
+        clause = fact if requested is None else f"the requested number {fact}"
         super().__init__(f"{clause}; {remedy}" if remedy else clause)
 
 
@@ -173,7 +173,9 @@ def choose_gpus(count: int | None, found: Callable[[], list[GpuFacts]] | None = 
     gpus = find_gpus(most=count) if found is None else found()
     if count is not None and count > len(gpus):
         names = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none"
-        raise NoGpu(f"must be at most that of the GPUs that CUDA shows, got {count} and there are {len(gpus)} ({names})", "lower it", requested=count)
+        raise NoGpu(
+            f"must be at most the number of GPUs that CUDA shows, got {count} and there are {len(gpus)} ({names})", "lower it", requested=count
+        )
     return gpus[:count]
 
 
