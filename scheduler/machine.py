@@ -28,7 +28,7 @@ from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
 from .core.records import FILE, PROGRAM, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
-from .core.shortage import pieces_of
+from .core.shortage import access_sizes
 from .core.step_plan import RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
 from .execution.waiting import sleep_until
@@ -79,10 +79,10 @@ __all__ = [
     "TaskSubmitted",
     "WorkerId",
     "WorkerKind",
+    "access_sizes",
     "carry_out",
     "kept_in_contribution",
     "key_of",
-    "pieces_of",
     "policy_of",
     "rounded",
     "sleep_until",

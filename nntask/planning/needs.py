@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler import Shortage
-from scheduler.machine import RecordedTask, pieces_of
+from scheduler.machine import RecordedTask, access_sizes
 
 from ..hardware.machine_model import MachineModel
 
@@ -100,9 +100,9 @@ def shortage(target: MachineModel, needs: Needs) -> Shortage:
     if not needs.fits_task(target):
         node = max(target.compute_nodes, key=lambda at: target.nodes[at][1])
         largest = needs.largest
-        pieces = pieces_of(largest.accesses)
+        sizes = access_sizes(largest.accesses)
         name, nbytes = target.nodes[node]
-        return Shortage("task", name, needs.task, nbytes, task=largest.name, pieces=pieces, reading=needs.reading)
+        return Shortage("task", name, needs.task, nbytes, task=largest.name, sizes=sizes, reading=needs.reading)
     short = needs.short(target)
     if [node for node, _ in short] == needs.idle(target):
         node, nbytes = short[0]

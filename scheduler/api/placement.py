@@ -12,7 +12,7 @@ from ..core.codelet import Codelet
 from ..core.errors import DoesNotFit, PlacementError
 from ..core.machine import Machine
 from ..core.records import NodeId, WorkerId, WorkerKind
-from ..core.shortage import Piece, Shortage
+from ..core.shortage import AccessSize, Shortage
 from ..execution.workers import worker_name
 from .task_runtime import Access
 
@@ -83,7 +83,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
 
 def too_large(codelet: Codelet, accesses: Sequence[Access], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
     """Return the error for a task whose data exceeds the memory of every eligible worker."""
-    pieces = tuple(Piece(mode, handle.name or "unnamed", handle.record.size) for handle, mode in accesses)
+    sizes = tuple(AccessSize(mode, handle.name or "unnamed", handle.record.size) for handle, mode in accesses)
     node = machine.memory.name_of(ability.node)
-    shortage = Shortage("task", node, nbytes, ability.capacity, task=codelet.name, pieces=pieces, workers=ability.kinds, pin=ability.pin)
+    shortage = Shortage("task", node, nbytes, ability.capacity, task=codelet.name, sizes=sizes, workers=ability.kinds, pin=ability.pin)
     return DoesNotFit(shortage)

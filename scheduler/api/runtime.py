@@ -102,9 +102,7 @@ class Runtime(RecordingRuntime):
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
         ram -= staging_nbytes(len(gpus), has_tier=directory is not None)
         if ram <= 0:
-            staging = THREADS * STAGE_NBYTES
-            fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {ram + staging:,} B"
-            raise DoesNotFit(Shortage("full", "ram", staging, ram + staging), fact, "raise it")
+            raise _staging_does_not_fit(ram)
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
         self._graphs = graphs and self.has_gpus
@@ -369,3 +367,10 @@ def _check_budgets(budgets: Mapping[str, int | None], *, has_gpus: bool) -> None
             raise ValueError(f"{name} must be a positive number of bytes, got {budget!r}; give a whole number such as 1 << 30")
     if has_gpus and budgets["gpu_memory"] is None:
         raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
+
+
+def _staging_does_not_fit(rest: int) -> DoesNotFit:
+    """Return the error for a budget of host memory of which staging leaves `rest` bytes, at most 0."""
+    staging = THREADS * STAGE_NBYTES
+    fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {rest + staging:,} B"
+    return DoesNotFit(Shortage("full", "ram", staging, rest + staging), fact, "raise it")

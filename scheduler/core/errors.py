@@ -50,10 +50,11 @@ class SchedulerError(Exception):
 
 def _bare(kind: type[BaseException]) -> BaseException:
     """Return an error without fields; `kind.__new__` may be that of a base which does not lay out its instances, such as `MemoryError`."""
-    base: type[Any] = kind
+    base: Any = kind
     while base.__module__ != "builtins":
         base = base.__base__
-    return base.__new__(kind)  # type: ignore[no-any-return]
+    error: BaseException = base.__new__(kind)
+    return error
 
 
 class TaskError(SchedulerError, RuntimeError):
@@ -208,7 +209,7 @@ class RuntimeBroken(SchedulerError, RuntimeError):
     Attributes:
         why: the reason.
         thread: name of the thread that died; "" if it is unknown.
-        subject: noun phrase for what broke.
+        subject: noun phrase for the broken part of the program.
     """
 
     def __init__(self, why: str, *, thread: str = "", subject: str = "the runtime") -> None:

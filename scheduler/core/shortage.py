@@ -1,4 +1,4 @@
-"""Shortages of memory: the facts behind each `DoesNotFit` as fields, and the one module that puts them into words.
+"""Shortages of memory: the facts of each `DoesNotFit` as fields, and the one module that puts them into words.
 
 A `Shortage` speaks of memory nodes, bytes and tasks. Programs that know how their users set budgets, such as by flags, choose their own advice by its
 fields; nothing reads its sentences.
@@ -27,7 +27,7 @@ Cause = Literal["task", "taken", "full", "readers", "start", "step", "idle", "re
 """
 
 
-class Piece(NamedTuple):
+class AccessSize(NamedTuple):
     """Data that counts towards a shortage.
 
     Attributes:
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A memory that is too small for what is requested.
+    """A memory that is too small.
 
     Attributes:
         cause: kind of the shortage.
@@ -52,7 +52,7 @@ class Shortage:
         budget: bytes of the node's budget.
         taken: bytes of the budget that were taken at that moment.
         task: name of the task or library that needs the bytes; "" for none.
-        pieces: data that makes up the needed bytes, if it is known.
+        sizes: data that makes up the needed bytes, if it is known.
         hole: bytes of the largest contiguous free extent.
         workers: kinds of workers that may run the task; () for any.
         pin: name of the worker on which the program placed the task; "" for none.
@@ -66,7 +66,7 @@ class Shortage:
     budget: int
     taken: int = 0
     task: str = ""
-    pieces: tuple[Piece, ...] = ()
+    sizes: tuple[AccessSize, ...] = ()
     hole: int = 0
     workers: tuple[str, ...] = ()
     pin: str = ""
@@ -93,10 +93,10 @@ class Shortage:
                 maker = f"{self.task} makes " if self.task else ""
                 return f"node {self.node} is full: {maker}{self.needed:,} B of new data that must have room there, but {self._taken()}"
             case "readers":
-                name = self.pieces[0].name
+                name = self.sizes[0].name
                 return f"reading {name} from its source takes {self.needed:,} B of {self.node} for its readers, but {self._taken()}"
             case "start":
-                return f"{self.pieces[0].name} must fit {self.node} at the start of the step, but {self._taken()}"
+                return f"{self.sizes[0].name} must fit {self.node} at the start of the step, but {self._taken()}"
             case "step":
                 return f"the step needs {self.needed:,} B of {self.node} at least, more than its budget of {self.budget:,} B"
             case "idle":
@@ -104,7 +104,7 @@ class Shortage:
                     f"the smallest task that computes needs {self.needed:,} B, more than the {self.budget:,} B of {self.node}, which would stay idle"
                 )
             case "reserve":
-                many = f"budgets of {self.needed:,} B in total{self._sizes()} are" if len(self.pieces) > 1 else f"a budget of {self.needed:,} B is"
+                many = f"budgets of {self.needed:,} B in total{self._sizes()} are" if len(self.sizes) > 1 else f"a budget of {self.needed:,} B is"
                 limit = "this process may use (limit of the machine or of its cgroup)" if self.node == "ram" else f"{self.node} has free"
                 return f"{many} above the {self.budget:,} B of memory that {limit}"
             case "outside":
@@ -138,14 +138,14 @@ class Shortage:
         return f"{self.task} needs {self.needed:,} B at once{self._sizes()}, more than the {self.budget:,} B of {where}{without}"
 
     def _sizes(self) -> str:
-        if not self.pieces:
+        if not self.sizes:
             return ""
-        return f" ({', '.join(f'{piece.mode} {piece.name} {piece.nbytes:,} B'.lstrip() for piece in self.pieces)})"
+        return f" ({', '.join(f'{size.mode} {size.name} {size.nbytes:,} B'.lstrip() for size in self.sizes)})"
 
     def _taken(self) -> str:
         return f"of its budget of {self.budget:,} B {self.taken:,} B are taken"
 
 
-def pieces_of(accesses: Iterable[tuple[HandleRecord, Mode]]) -> tuple[Piece, ...]:
+def access_sizes(accesses: Iterable[tuple[HandleRecord, Mode]]) -> tuple[AccessSize, ...]:
     """Return the data of a task's accesses."""
-    return tuple(Piece(mode, handle.name or str(handle.id), handle.size) for handle, mode in accesses)
+    return tuple(AccessSize(mode, handle.name or str(handle.id), handle.size) for handle, mode in accesses)

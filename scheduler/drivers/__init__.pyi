@@ -7,7 +7,6 @@ from .cuda_cupy import (
     CupyGraph,
     CupyStream,
     GpuFacts,
-    NoGpu,
     choose_gpus,
     connect,
     is_fatal,
@@ -15,7 +14,7 @@ from .cuda_cupy import (
     name_of,
 )
 from .disk import THREADS, DiskEngine, Marks, staging_nbytes
-from .gpu import NUM_STARTED, Event, Gpu, Stream
+from .gpu import NUM_STARTED, Event, Gpu, NoGpu, Stream
 from .nccl import CupyNccl, UniqueId
 
 __all__ = [

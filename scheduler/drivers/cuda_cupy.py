@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ..core.errors import DeviceFailed, DoesNotFit
 from ..core.shortage import Shortage
-from .gpu import Event, Stream, device_failed
+from .gpu import Event, NoGpu, Stream, device_failed
 
 PACKAGES: Final = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 INSTALL: Final = "pip install -e '.[cuda13]' (drivers from 580) or '.[cuda12]' (drivers from 525)"
@@ -35,24 +35,6 @@ NOT_READY: Final = 600
 _ASKED_WRONG: Final = (1, 98, 200, 209, 400, 500, 701, *range(900, 910))
 """Errors of the caller: an invalid value, handle, kernel or graph. Any other error means that the device has stopped working."""
 _PORTABLE: Final = 1
-
-
-class NoGpu(ValueError):
-    """The requested GPUs are not available.
-
-    Args:
-        fact: the reason, as a clause; with `requested`, the rest of a clause whose subject is that number.
-        remedy: advice, as a clause; "" for none.
-        requested: requested number of GPUs, if CUDA shows fewer; None for another reason.
-
-    Attributes:
-        fact, remedy, requested: the arguments.
-    """
-
-    def __init__(self, fact: str, remedy: str = "", *, requested: int | None = None) -> None:
-        self.fact, self.remedy, self.requested = fact, remedy, requested
-        clause = fact if requested is None else f"the requested number {fact}"
-        super().__init__(f"{clause}; {remedy}" if remedy else clause)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,24 @@ IN_FLIGHT: Final = 8
 """Largest number of unfinished tasks on a flow: enough that the device never waits for the host, and copies wait for at most these."""
 
 
+class NoGpu(ValueError):
+    """The requested GPUs are not available.
+
+    Args:
+        fact: the reason, as a clause; with `requested`, the rest of a clause whose subject is that number.
+        remedy: advice, as a clause; "" for none.
+        requested: requested number of GPUs, if CUDA shows fewer; None for another reason.
+
+    Attributes:
+        fact, remedy, requested: the arguments.
+    """
+
+    def __init__(self, fact: str, remedy: str = "", *, requested: int | None = None) -> None:
+        self.fact, self.remedy, self.requested = fact, remedy, requested
+        clause = fact if requested is None else f"the requested number {fact}"
+        super().__init__(f"{clause}; {remedy}" if remedy else clause)
+
+
 class Event(Protocol):
     """A point on a stream."""
 

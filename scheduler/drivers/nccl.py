@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, NoGpu, device_of_thread
-from .gpu import Gpu, Stream
+from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, device_of_thread
+from .gpu import Gpu, NoGpu, Stream
 
 INSTALL_NCCL: Final = "pip install -e '.[nccl13]' for CUDA 13, or '.[nccl12]' for CUDA 12"
 

@@ -36,7 +36,7 @@ from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Estimates
 from ..core.policies import POLICIES
 from ..core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
-from ..core.shortage import Piece, Shortage
+from ..core.shortage import AccessSize, Shortage
 from ..core.step_plan import RecordedTask, StepPlan
 
 Duration = Callable[[Task, WorkerKind], float]
@@ -315,8 +315,8 @@ def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
         driver.bring(TaskSubmitted(task))
         driver.run()
         if task.state != "done":
-            memory, piece = driver.machine.memory, Piece("W", repr(handle), handle.size)
-            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.size, memory.budget(RAM), memory.used(RAM), pieces=(piece,)))
+            memory, size = driver.machine.memory, AccessSize("W", repr(handle), handle.size)
+            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.size, memory.budget(RAM), memory.used(RAM), sizes=(size,)))
 
 
 def _detached(plan: StepPlan) -> StepPlan:

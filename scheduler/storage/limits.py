@@ -8,7 +8,7 @@ from typing import Final
 import psutil
 
 from ..core.errors import DoesNotFit
-from ..core.shortage import Piece, Shortage
+from ..core.shortage import AccessSize, Shortage
 
 RESERVE: Final = 256 << 20
 """Bytes reserved outside the budget for the running process: modules, task records (60 MiB at 3,000 tasks a step), and dirty pages of files being
@@ -65,8 +65,8 @@ def check_budgets(ram: int | None, device: int | None, num_devices: int) -> None
     limit = memory_limit()
     requested = (ram or 0) + (device or 0) * num_devices
     if requested > limit:
-        pieces = [Piece("", "ram", ram or 0), *(Piece("", f"sim:{number}", device) for number in range(num_devices) if device)]
-        raise DoesNotFit(Shortage("reserve", "ram", requested, limit, pieces=tuple(pieces)))
+        sizes = [AccessSize("", "ram", ram or 0), *(AccessSize("", f"sim:{number}", device) for number in range(num_devices) if device)]
+        raise DoesNotFit(Shortage("reserve", "ram", requested, limit, sizes=tuple(sizes)))
 
 
 def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:

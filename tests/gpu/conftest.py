@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from nntask.hardware.gpus import cards
-from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
+from scheduler.drivers.cuda_cupy import find_gpus
+from scheduler.drivers.gpu import NoGpu
 
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cublas", "nvidia-cudnn-frontend", "torch")
 """Whose versions results depend on."""

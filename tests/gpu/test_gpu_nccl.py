@@ -10,7 +10,8 @@ import pytest
 from support.dask_nodes import nodes
 from support.deadline import DEADLINE
 
-from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
+from scheduler.drivers.cuda_cupy import find_gpus
+from scheduler.drivers.gpu import NoGpu
 from scheduler.drivers.nccl import CupyCommunicator, CupyNccl, find_library
 from wrappers.dask.training import nccl
 from wrappers.dask.training.nccl import NcclTransport

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from support.torch_families import FAMILIES, make  # noqa: E402
 
-from scheduler.drivers.cuda_cupy import NoGpu, find_gpus  # noqa: E402
+from scheduler.drivers.cuda_cupy import find_gpus  # noqa: E402
+from scheduler.drivers.gpu import NoGpu  # noqa: E402
 from tiles.kernels.cuda.array import DeviceArray  # noqa: E402
 from wrappers.torch import Session, devices  # noqa: E402
 

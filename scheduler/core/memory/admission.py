@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ..errors import DoesNotFit
 from ..events import Action
 from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
-from ..shortage import Shortage, pieces_of
+from ..shortage import Shortage, access_sizes
 from . import coherence
 from .memory_node import Extent
 from .replicas import Replicas
@@ -113,8 +113,8 @@ class Admission:
         new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)
         if node is not last and total <= node.budget and new > last.budget - last.used:
             return DoesNotFit(Shortage("full", last.name, new, last.budget, last.used, task.name))
-        pieces = pieces_of(task.accesses)
-        return DoesNotFit(Shortage("taken", node.name, total, node.budget, node.used, task.name, pieces, hole=node.largest_hole()))
+        sizes = access_sizes(task.accesses)
+        return DoesNotFit(Shortage("taken", node.name, total, node.budget, node.used, task.name, sizes, hole=node.largest_hole()))
 
     def needs_no_bytes(self, task: Task, node_id: NodeId) -> bool:
         """Whether the task needs no extent on the node."""

@@ -17,7 +17,7 @@ from math import inf
 from ..errors import DoesNotFit, InvalidEvent
 from ..events import Action, DiscardExtent, ForgetObject
 from ..records import FILE, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
-from ..shortage import Piece, Shortage
+from ..shortage import AccessSize, Shortage
 from . import coherence
 from .eviction_policies import EvictionPolicy, Foresight
 from .extents import rounded
@@ -108,8 +108,8 @@ class Replicas:
         memory = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
         offset = self._take(RAM, memory, actions)
         if offset is None:
-            pieces = (Piece("", repr(handle), nbytes),)
-            raise DoesNotFit(Shortage("readers", node.name, nbytes, node.budget, node.used, pieces=pieces))
+            sizes = (AccessSize("", repr(handle), nbytes),)
+            raise DoesNotFit(Shortage("readers", node.name, nbytes, node.budget, node.used, sizes=sizes))
         replica = self.install(memory, RAM, offset, private=True)
         replica.is_backing = True
         if self.last == RAM:

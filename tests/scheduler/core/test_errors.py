@@ -22,13 +22,13 @@ from scheduler.core.errors import (
     TaskError,
     TierFailed,
 )
-from scheduler.core.shortage import Cause, Piece, Shortage
+from scheduler.core.shortage import AccessSize, Cause, Shortage
 
-DATA = (Piece("R", "w", 4096), Piece("W", "y", 8192))
+DATA = (AccessSize("R", "w", 4096), AccessSize("W", "y", 8192))
 
 SHORTAGES = [
     (
-        Shortage("task", "ram", 12288, 8192, task="plus", pieces=DATA, workers=("cpu", "sim")),
+        Shortage("task", "ram", 12288, 8192, task="plus", sizes=DATA, workers=("cpu", "sim")),
         "plus needs 12,288 B at once (R w 4,096 B, W y 8,192 B), more than the 8,192 B of the largest memory with workers of kind cpu or sim for it",
         "raise the budget or use smaller tiles or minibatches",
     ),
@@ -60,12 +60,12 @@ SHORTAGES = [
         "raise the budget",
     ),
     (
-        Shortage("readers", "ram", 4096, 8192, 8192, pieces=(Piece("", "handle 1 'w'", 4096),)),
+        Shortage("readers", "ram", 4096, 8192, 8192, sizes=(AccessSize("", "handle 1 'w'", 4096),)),
         "reading handle 1 'w' from its source takes 4,096 B of ram for its readers, but of its budget of 8,192 B 8,192 B are taken",
         "raise the budget, or attach sources before data is written",
     ),
     (
-        Shortage("start", "ram", 4096, 8192, 8192, pieces=(Piece("W", "handle 1 'w'", 4096),)),
+        Shortage("start", "ram", 4096, 8192, 8192, sizes=(AccessSize("W", "handle 1 'w'", 4096),)),
         "handle 1 'w' must fit ram at the start of the step, but of its budget of 8,192 B 8,192 B are taken",
         "raise the budget",
     ),
@@ -80,7 +80,7 @@ SHORTAGES = [
         "raise the budget",
     ),
     (
-        Shortage("reserve", "ram", 12288, 8192, pieces=(Piece("", "ram", 4096), Piece("", "sim:0", 8192))),
+        Shortage("reserve", "ram", 12288, 8192, sizes=(AccessSize("", "ram", 4096), AccessSize("", "sim:0", 8192))),
         "budgets of 12,288 B in total (ram 4,096 B, sim:0 8,192 B) are above the 8,192 B of memory that this process may use (limit of the machine "
         "or of its cgroup)",
         "lower it, and name a disk for the rest",

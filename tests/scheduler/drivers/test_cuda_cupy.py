@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler.drivers import cuda_cupy
-from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, NoGpu, choose_gpus, find_gpus
+from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, choose_gpus, find_gpus
+from scheduler.drivers.gpu import NoGpu
 
 
 class Cuda:

@@ -16,8 +16,9 @@ from support.emulated_cards import EmulatedCards
 from nntask.hardware import gpus
 from scheduler.core.errors import DoesNotFit
 from scheduler.core.shortage import Shortage
-from scheduler.drivers.cuda_cupy import NoGpu, find_gpus
+from scheduler.drivers.cuda_cupy import find_gpus
 from scheduler.drivers.disk import staging_nbytes
+from scheduler.drivers.gpu import NoGpu
 from tiles.kernels import catalog
 from tiles.kernels.cuda.compiling import KernelBuildError
 from wrappers.cli import main

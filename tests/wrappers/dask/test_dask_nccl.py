@@ -26,7 +26,8 @@ from support.fake_nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 from nntask.config.settings import ResourceSettings
 from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.hardware import gpus
-from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
+from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts
+from scheduler.drivers.gpu import NoGpu
 from scheduler.drivers.nccl import INSTALL_NCCL, CupyNccl, find_library
 from wrappers.cli import main
 from wrappers.dask.training import exchange, nccl, nccl_link

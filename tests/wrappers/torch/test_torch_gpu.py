@@ -19,8 +19,9 @@ from torch.nn import functional
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import gpus
 from scheduler import DeviceFailed
-from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu
+from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.disk import staging_nbytes
+from scheduler.drivers.gpu import NoGpu
 from tiles.kernels import StreamPointer, kernel
 from wrappers.torch import Session, devices
 from wrappers.torch.calls import Call
