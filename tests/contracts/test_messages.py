@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -50,10 +50,10 @@ def error_names() -> frozenset[str]:
     return frozenset(known)
 
 
-def _names_of_errors(function: ast.AST) -> set[str]:
-    """Names in a function, or in a module, that are bound to errors: by an `except`, or by an annotation."""
+def _names_of_errors(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that are bound to errors: by an `except`, or by an annotation."""
     found: set[str] = set()
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, ast.ExceptHandler) and node.name:
             found.add(node.name)
         elif isinstance(node, ast.arg) and node.annotation is not None and error_names() & set(re.findall(r"\w+", ast.unparse(node.annotation))):
@@ -63,7 +63,8 @@ def _names_of_errors(function: ast.AST) -> set[str]:
 
 def cuts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of each expression that looks for words in the message of an error."""
-    errors, messages = _names_of_errors(tree), set[str]()
+    nodes = list(ast.walk(tree))
+    errors, messages = _names_of_errors(nodes), set[str]()
 
     def is_message(node: ast.expr) -> bool:
         match node:
@@ -85,10 +86,10 @@ def cuts(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 return name in messages
         return False
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and is_message(node.value):
             messages |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Call(func=ast.Attribute(value=value, attr=attribute), args=args):
                 is_search = isinstance(value, ast.Name) and value.id == "re" and attribute in SEARCHING and any(map(is_message, args))

@@ -404,8 +404,10 @@ def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
     cards = Cards(CARD, network=FakeNetwork(), memory=7 * nccl_link.PIECE)
     monkeypatch.setattr(gpus, "cards", cards)
     said = r"on worker tcp://a:1 --transport nccl takes 16 MiB of the GPU for buffers, and card 0 has .*; lower --nodes, or use --transport dask"
-    with pytest.raises(DoesNotFit, match=said):
+    with pytest.raises(DoesNotFit, match=said) as refusal:
         open_nccl_transport(gpus.gpus_of(ResourceSettings(), "auto"), "tcp://a:1", 0, 3)
+    assert refusal.value.shortage is not None
+    assert (refusal.value.shortage.cause, refusal.value.shortage.task, refusal.value.shortage.needed) == ("outside", "NCCL", 16 << 20)
     (card,) = cards.made
     assert card.free_nbytes() == card.memory
 

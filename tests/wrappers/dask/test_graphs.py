@@ -96,8 +96,9 @@ def test_graphs_within_tasks_that_wait_for_what_those_hold_say_so(tmp_path: Path
     graph: dict[str, Any] = {f"made{n}": ones(f"made{n}", 5 * MIB) for n in range(2)}
     graph |= {f"outer{n}": Task(f"outer{n}", compute_within, TaskRef(f"made{n}")) for n in range(2)}
     with runtime(ram=12 * MIB, disk=tmp_path, workers=2) as graphs:
-        with pytest.raises(DoesNotFit, match="graphs that are computed within tasks wait for memory that those tasks hold"):
+        with pytest.raises(DoesNotFit, match="graphs that are computed within tasks wait for memory that those tasks hold") as refusal:
             graphs.get(graph, ["outer0", "outer1"])
+        assert (refusal.value.shortage.cause, refusal.value.shortage.budget) == ("taken", 12 * MIB)
         assert graphs.get({"after": ones("after", 8 * MIB)}, "after").nbytes == 8 * MIB
 
 
@@ -244,14 +245,16 @@ def test_without_a_disk_what_does_not_fit_fails() -> None:
     graph["end"] = Task("end", combine, *(TaskRef(f"x{number}") for number in range(8)))
     with (
         runtime(ram=4 * MIB, workers=1) as graphs,
-        pytest.raises(DoesNotFit, match=r"without a disk earlier results stay there; raise ram, name a"),
+        pytest.raises(DoesNotFit, match=r"without a disk earlier results stay there; raise ram, name a") as refusal,
     ):
         graphs.get(graph, "end")
+    assert (refusal.value.shortage.cause, refusal.value.shortage.node, refusal.value.shortage.budget) == ("taken", "ram", 4 * MIB)
     with (
         runtime(ram="1KB", workers=1) as graphs,
-        pytest.raises(DoesNotFit, match=r"B of results at once, in 1,000 B of ram; raise ram, or"),
+        pytest.raises(DoesNotFit, match=r"B of results at once, in 1,000 B of ram; raise ram, or") as refusal,
     ):
         graphs.get({"x": ones("x"), "end": Task("end", combine, TaskRef("x"), TaskRef("x"))}, "end")
+    assert (refusal.value.shortage.cause, refusal.value.shortage.task, refusal.value.shortage.budget) == ("task", "end", 1000)
 
 
 def test_a_full_disk_fails_the_graph_and_not_the_runtime(tmp_path: Path) -> None:

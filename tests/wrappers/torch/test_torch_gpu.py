@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -341,12 +340,13 @@ def test_a_device_that_is_too_small_is_refused_before_anything_runs() -> None:
     module, batches = make("bert", 1)
     with pytest.raises(DoesNotFit, match=r"fill needs 16,384 B at once .*; raise gpu_memory=$"):
         Session(copy.deepcopy(module), lr=1e-3, ngpu=1, gpu_memory="4KiB", ram="64MB")
-    with Session(module, lr=1e-3, ngpu=1, gpu_memory="24KiB", ram="64MB") as session:
-        with pytest.raises(DoesNotFit, match=r"; raise gpu_memory= or use more and smaller minibatches$") as error:
-            session.step(**batches[0])
-        needed = re.search(r"needs ([\d,]+) B", str(error.value))
-    assert needed is not None
-    with Session(make("bert", 1)[0], lr=1e-3, ngpu=1, gpu_memory=f"{needed[1].replace(',', '')}B", ram="64MB") as session:
+    with (
+        Session(module, lr=1e-3, ngpu=1, gpu_memory="24KiB", ram="64MB") as session,
+        pytest.raises(DoesNotFit, match=r"; raise gpu_memory= or use more and smaller minibatches$") as error,
+    ):
+        session.step(**batches[0])
+    assert error.value.shortage.node == "cuda:0"
+    with Session(make("bert", 1)[0], lr=1e-3, ngpu=1, gpu_memory=f"{error.value.shortage.needed}B", ram="64MB") as session:
         assert session.step(**batches[0]) > 0
 
 

@@ -646,14 +646,16 @@ def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: P
     """Bytes needed, bytes there, and what to change; the session goes on with a batch that fits."""
     module, batches = make("bert", 1)
     with Session(module, ram="1200KB", lr=1e-3) as session:
-        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more and smaller minibatches, or add disk=DIR"):
+        with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more and smaller minibatches, or add disk=DIR") as error:
             session.step(**batches[0])
+        assert error.value.shortage.node == "ram"
         short = {name: value[:1, :8] for name, value in batches[0].items()}
         assert session.step(**short) > 0
     module, _ = make("bert", 0)
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(DoesNotFit, match=r"data that has nowhere else to go .*raise ram=, or add disk=DIR"):
+    with pytest.raises(DoesNotFit, match=r"data that has nowhere else to go .*raise ram=, or add disk=DIR") as error:
         Session(module, ram="600KB")
+    assert error.value.shortage.cause == "taken"
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())  # those that were taken over are back
 
 
