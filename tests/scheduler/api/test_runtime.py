@@ -14,6 +14,7 @@ from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, Runtime, S
 from scheduler.core.errors import RuntimeBroken
 from scheduler.core.events import TaskFinished
 from scheduler.core.machine import Machine
+from scheduler.core.shortage import Shortage
 from scheduler.execution.backlog import WINDOW
 from scheduler.testing import collect_inside
 
@@ -75,8 +76,12 @@ def test_a_task_larger_than_its_node_is_refused(kit) -> None:  # type: ignore[no
     """The refusal names task, data, sizes and budget, at submission and while recording; smaller tasks still run."""
     with Runtime(1, ram=8 * 4096) as runtime:
         big, other, small = kit.handle(runtime, "big", 2048), kit.handle(runtime, "other", 2560), kit.handle(runtime, "small")
-        with pytest.raises(DoesNotFit, match=r"plus needs 40,960 B at once \(R small 4,096 B, R big 16,384 B, W other 20,480 B\).*32,768 B"):
+        with pytest.raises(
+            DoesNotFit, match=r"plus needs 40,960 B at once \(R small 4,096 B, R big 16,384 B, W other 20,480 B\).*32,768 B"
+        ) as refusal:
             runtime.submit(kit.plus, [(small, "R"), (big, "R"), (other, "W")])
+        sizes = (("R", "small", 4096), ("R", "big", 16384), ("W", "other", 20480))
+        assert refusal.value.shortage == Shortage("task", "ram", 40960, 32768, task="plus", sizes=sizes, workers=("cpu", "sim"))
         with pytest.raises(DoesNotFit), runtime.record():
             runtime.submit(kit.plus, [(small, "R"), (big, "R"), (other, "W")])
         runtime.submit(kit.fill, [(small, "W")], {"value": 3.0})
@@ -96,6 +101,7 @@ def test_data_that_does_not_fit_fails_instead_of_hanging(kit) -> None:  # type: 
         with pytest.raises(DoesNotFit, match=r"fill needs 4,096 B at once on node ram.*W one more.*largest hole is 0 B") as told:
             runtime.wait()
         assert told.value is runtime.refusal
+        assert told.value.shortage == Shortage("taken", "ram", 4096, 4 * 4096, 4 * 4096, "fill", (("W", "one more", 4096),))
         with pytest.raises(DoesNotFit, match=r"program needs"), runtime.acquire(one_more, "W"):
             pass
         del held[0]

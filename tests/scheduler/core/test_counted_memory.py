@@ -31,6 +31,7 @@ from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.performance_model import Models
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import RAM, SCRATCH, HandleId, HandleRecord, Mode, NodeId, R, Task, TaskId
+from scheduler.core.shortage import Shortage
 
 DISK = NodeId(1)
 
@@ -202,8 +203,9 @@ def test_without_a_disk_what_the_program_holds_is_in_nobodys_way() -> None:
 def test_a_full_disk_refuses_data_and_nothing_changes() -> None:
     """Every block has a backing replica below before it counts."""
     program = Program(ram=4, disk=2)
-    with pytest.raises(DoesNotFit, match="disk is full"):
+    with pytest.raises(DoesNotFit, match="disk is full") as refusal:
         program.adopt("large", 3)
+    assert refusal.value.shortage == Shortage("full", "disk", 3 * PAGE, 2 * PAGE, 0)
     program.machine.validate()
     assert [node.used for node in program.machine.memory.usage()] == [0, 0]
 

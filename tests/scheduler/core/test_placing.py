@@ -81,8 +81,13 @@ def test_the_impossible_is_refused_before_it_runs(kit: Any) -> None:
             (kit.empty, data, DoesNotFit, r"empty needs 12,288 B at once .*, more than the 8,192 B of sim:0, on which it was placed; raise"),
         )
         for codelet, handles, kind, words in refusals:
-            with pytest.raises(kind, match=words), runtime.place("sim:0"):
+            with pytest.raises(kind, match=words) as refusal, runtime.place("sim:0"):
                 runtime.submit(codelet, [(handle, R) for handle in handles])
+            error = refusal.value
+            if isinstance(error, PlacementError):
+                assert (error.worker, error.codelet, error.kinds) == ("sim:0", "device only", ("cuda",))
+            else:
+                assert (error.shortage.cause, error.shortage.node, error.shortage.needed, error.shortage.pin) == ("task", "sim:0", 3 * PAGE, "sim:0")
             with pytest.raises(kind, match=words), runtime.record(), runtime.place("sim:0"):
                 runtime.submit(codelet, [(handle, R) for handle in handles])
         runtime.submit(kit.empty, [(handle, R) for handle in data])  # elsewhere it fits, and the failed blocks have left no pin behind

@@ -240,8 +240,12 @@ def test_readers_find_the_room_that_there_is(kit) -> None:  # type: ignore[no-un
         read = [store.handle(number, str(number), count=COUNT) for number in range(3)]
         assert [kit.value(runtime, handle) for handle in read] == [0, 1, 2]
         assert runtime.stats()["resident_bytes"]["ram"] == 10 * PAGE
-        with pytest.raises(DoesNotFit, match=r"takes 32,768 B of ram for its readers, but of its budget of 40,960 B 40,960 B are taken; raise the"):
+        with pytest.raises(
+            DoesNotFit, match=r"takes 32,768 B of ram for its readers, but of its budget of 40,960 B 40,960 B are taken; raise the"
+        ) as refusal:
             store.handle(4, "large", scratch=2 * PAGE)
+        lack = refusal.value.shortage
+        assert (lack.cause, lack.node, lack.needed, lack.budget, lack.free) == ("readers", "ram", 8 * PAGE, 10 * PAGE, 0)
         store.handle(4, "b", scratch=PAGE + PAGE // 2)
         assert runtime._executor.machine.memory.used_by_class(RAM)["scratch"] == 6 * PAGE
         assert [kit.value(runtime, handle) for handle in (*read, a, kept)] == [0, 1, 2, 2, 3]

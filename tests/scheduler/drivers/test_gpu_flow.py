@@ -17,6 +17,7 @@ from scheduler.api.inline_runtime import InlineRuntime
 from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
 from scheduler.core.memory.extents import ExtentAllocator
 from scheduler.core.records import Task, TaskId
+from scheduler.core.shortage import Shortage
 from scheduler.drivers import cuda
 from scheduler.drivers.cuda import CudaCopier
 from scheduler.drivers.gpu import BOUNCE_NBYTES, IN_FLIGHT, Flow
@@ -298,5 +299,6 @@ def test_memory_between_disk_and_device_is_counted(tmp_path: Path) -> None:
     """It is taken off the budget of host memory, and a budget below it is refused."""
     with Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=32 << 20, disk=tmp_path) as runtime:
         assert runtime.stats()["budget_bytes"]["ram"] == 16 << 20
-    with pytest.raises(DoesNotFit, match="must exceed the 16,777,216 B between the disk and GPUs"):
+    with pytest.raises(DoesNotFit, match="must exceed the 16,777,216 B between the disk and GPUs, got 16,777,216 B; raise it") as refusal:
         Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=16 << 20, disk=tmp_path)
+    assert refusal.value.shortage == Shortage("full", "ram", 16 << 20, 16 << 20)
