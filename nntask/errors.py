@@ -59,7 +59,7 @@ class NntaskError(Exception):
         return other
 
     def reworded(self, sentence: str) -> Self:
-        """Return the same error with another sentence, in which other names stand for flags."""
+        """Return the same error with another sentence, which names the origins of flags."""
         other = copy(self)
         other.args = (sentence,)
         return other

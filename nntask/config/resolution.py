@@ -184,7 +184,7 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = 1 if tiling.lanes is None else tiling.lanes
     if tiling.minibatch == "auto":
-        raise UsageError("--minibatch auto is for nntask train and plan, on one machine, of nntask's own models; give a number")
+        raise UsageError("auto is for nntask train and plan, on one machine, of nntask's own models; give a number", flag="--minibatch")
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
     _divides("--minibatch", minibatch, "--batch", batch)
     per_tile = tiling.minibatch_tile

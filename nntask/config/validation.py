@@ -115,9 +115,8 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
         if value in (None, AUTO):
             continue
         if value == 0 or value < -1:
-            raise UsageError(
-                f"must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}", flag=flag_of(name)
-            )
+            near = f"the nearest legal value is {1 if value == 0 else -1}"
+            raise UsageError(f"must be at least 1, or -1 for the whole, got {value}", near, flag=flag_of(name))
         check_most(name, value)
     for group, name, low, high, open_end in _RANGES:
         value = getattr(getattr(settings, group), name)

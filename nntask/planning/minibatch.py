@@ -60,7 +60,7 @@ def choose_minibatch(
         stored = resumed.state["settings"]["tiling"]["minibatch"]
         return ChosenMinibatch(_with(settings, stored), f"{stored}, as in the checkpoint")
     if settings.cluster.dask:
-        raise UsageError("--minibatch auto plans for one machine, and a cluster of --dask has several; give a number")
+        raise UsageError("auto plans for one machine, and a cluster of --dask has several; give a number", flag="--minibatch")
     batch = known(resolve(_with(settings, -1), config, machine=machine).step.batch)
     per_tile = max(settings.tiling.minibatch_tile or 1, 1)
     with no_collections():

@@ -129,15 +129,13 @@ def unknown(
 ) -> UsageError:
     """Return the error for an unknown flag: its replacement, the command that has it, or the most similar flags.
 
-        Args:
-            name: the flag without dashes.
-            text: its value; None if it has none.
-            names: the known flags without dashes.
-            source: noun phrase for the flag or key in messages.
-    <<<<<<< HEAD
-            listed: place where all flags are listed, for a flag that resembles none.
-    =======
-                kind: noun before `source` if it is unknown, with a space; "" for none.
+    Args:
+        name: the flag without dashes.
+        text: its value; None if it has none.
+        names: the known flags without dashes.
+        source: noun phrase for the flag or key in messages.
+        listed: place where all flags are listed, for a flag that resembles none.
+        kind: noun before `source` if it is unknown, with a space; "" for none.
     """
     from nntask.config import SUFFIXES, instead
 
