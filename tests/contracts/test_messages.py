@@ -64,7 +64,7 @@ def _names_of_errors(nodes: Iterable[ast.AST]) -> set[str]:
 def cuts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of each expression that looks for words in the message of an error."""
     nodes = list(ast.walk(tree))
-    errors, messages = _names_of_errors(nodes), set[str]()
+    errors, messages = {"error", "refusal", "failure", "self"} | _names_of_errors(nodes), set[str]()
 
     def is_message(node: ast.expr) -> bool:
         match node:
