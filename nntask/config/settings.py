@@ -395,5 +395,6 @@ def _words_for(kind: Any) -> str:
     if _is_union(kind):
         return " or ".join(map(_words_for, typing.get_args(kind)))
     if typing.get_origin(kind) is Literal:
-        return f"one of {', '.join(typing.get_args(kind))}"
+        words = typing.get_args(kind)
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(kind, "null")

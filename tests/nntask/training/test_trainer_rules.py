@@ -217,7 +217,7 @@ def test_settings_come_back_from_a_dict():
         ("tiling", "batch", "x", "settings.tiling.batch in state.json must be a whole number or null, got 'x'"),
         ("tiling", "redux", 1, "must be true or false, got 1"),
         ("run", "check_finite", 1, "must be true or false, got 1"),
-        ("tiling", "minibatch", True, "must be a whole number, got True"),
+        ("tiling", "minibatch", True, "must be a whole number or auto, got True"),
         ("optimizer", "beta1", None, "must be a number, got None"),
         ("model", "dtype", "fp23", "must be one of auto, fp32"),
         ("data", "dataset", [], "must be a string"),
