@@ -137,7 +137,7 @@ class Dispatch:
     def feed(self, actions: list[Action]) -> None:
         """Give ready tasks to workers with free slots."""
         for worker in self.joined:
-            if not (self.num_free and self.num_ready):  # hot path: with many workers, most have no free slot
+            if not (self.num_free and self.num_ready):
                 return
             if len(worker.assigned) < worker.depth:
                 self._fill(worker, actions)
@@ -238,7 +238,8 @@ class Dispatch:
                 self._fill(worker, actions)
             if len(self.joined) == 1:
                 return
-        self.feed(actions)
+        if self.num_free and self.num_ready:
+            self.feed(actions)
 
     def retry(self, actions: list[Action]) -> None:
         """Admit blocked tasks, oldest first; after one that does not fit, only those that need no new memory."""
