@@ -62,7 +62,7 @@ def stalled(history: Iterable[Event], dispatch: Dispatch, num_unfinished: int) -
 
 
 def standstill(dispatch: Dispatch, copying: Mapping[Replica, object], name_of: Callable[[NodeId], str], num_unfinished: int) -> str:
-    """Return which tasks run, and which wait and for what, as text; at most `LENGTH` lines of each kind.
+    """Return which tasks run, which wait, and why, as text; at most `LENGTH` lines of each kind.
 
     Args:
         copying: copies in progress by the replica that they write.

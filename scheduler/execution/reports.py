@@ -39,7 +39,7 @@ class TaskReports:
         return machine.num_finished, machine.num_unfinished - len(machine.program.assigned)
 
     def standstill(self) -> str:
-        """Return which tasks run, which wait and for what, and the latest events, as text."""
+        """Return which tasks run, which wait, and why, and the latest events, as text."""
         machine = self.machine
         with self._lock:
             stalls = machine.stalls

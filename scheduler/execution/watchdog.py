@@ -23,7 +23,7 @@ class Watched(Protocol):
         """Return the number of tasks that have ended, and of those that should end."""
 
     def standstill(self) -> str:
-        """Return which tasks run, and which wait and for what."""
+        """Return which tasks run, which wait, and why."""
 
 
 class Patience:

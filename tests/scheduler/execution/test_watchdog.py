@@ -10,7 +10,7 @@ import pytest
 from support.deadline import DEADLINE
 
 from scheduler import Codelet, Runtime
-from scheduler.core.events import Action, Event, TaskSubmitted
+from scheduler.core.events import TaskSubmitted
 from scheduler.core.machine import Machine
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
