@@ -7,8 +7,8 @@
 A sleeping kernel needs no core, so any machine can hold 64 of them. A recorded step has two chains of tasks for each worker; every task reads two
 shared handles and updates the one of its chain. "share" is tasks x requested sleep / (workers x wall seconds): what a kernel sleeps too long and
 waits for the interpreter counts as lost. "rate" is tasks a second, "processor" the microseconds of processor time of a task, and "switches" its
-context switches. Empty kernels show the largest rate. Each figure is the median of five replays. Bare threads show what CPython and the system leave
-of a sleep alone. Bar: 0.9 of the time in kernels of 4 ms.
+context switches. Empty kernels show the largest rate. Each figure is the median of five replays. Bare threads, their start
+included, show what CPython and the system leave of a sleep alone. Bar: 0.9 of the time in kernels of 4 ms.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import resource
 import statistics
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Any, Final
@@ -71,7 +72,8 @@ def measure_ours() -> dict[str, float]:
     """Replays of recorded steps."""
     from scheduler import Codelet, Runtime
 
-    codelet, figures = Codelet("sleep", cpu=kernel), {}
+    codelet = Codelet("sleep", cpu=kernel)
+    figures: dict[str, float] = {}
     for name, (seconds, num_tasks) in CASES.items():
         with Runtime(WORKERS, ram=1 << 28) as runtime:
             handles = [runtime.handle(NBYTES, no_view, name=f"h{number}", kind="persistent") for number in range(2 + 2 * WORKERS)]
@@ -97,18 +99,18 @@ def measure_threads() -> dict[str, float]:
         for thread in threads:
             thread.join()
 
-    figures = {}
+    figures: dict[str, float] = {}
     for name, (seconds, num_tasks) in CASES.items():
         if seconds:
             figures |= middle(name, [spent(seconds, num_tasks, lambda s=seconds, n=num_tasks // WORKERS: sleep_all(s, n)) for _ in range(REPLAYS)])
     return figures
 
 
-def comparisons(ours: common.Measurement, theirs: common.Measurement, peer: str) -> list[dict[str, Any]]:
-    """The share in kernels against its bar, and the other figures."""
+def comparisons(ours: common.Measurement, theirs: common.Measurement, peer: str, more: Sequence[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """The share in kernels against its bar, and `more` figures."""
     rows = []
     for name, (seconds, _) in CASES.items():
-        wanted = ([("share", "", "more")] if seconds else []) + list(FIGURES)
+        wanted = ([("share", "", "more")] if seconds else []) + list(more)
         for figure, unit, better in wanted:
             key = f"{name}: {figure}"
             if key in theirs:
@@ -140,7 +142,7 @@ def main() -> None:
         machine,
         ("nntask", "numpy"),
         {"workers": WORKERS, "replays": REPLAYS, "rounds": options.rounds},
-        comparisons(medians["ours"], medians[peer], peer),
+        comparisons(medians["ours"], medians[peer], peer, FIGURES if options.before else ()),
         keep=not options.before,
         medians=medians,
         rounds=rounds,
