@@ -93,7 +93,11 @@ def measure_threads() -> dict[str, float]:
     """Threads that sleep and do nothing else."""
 
     def sleep_all(seconds: float, count: int) -> None:
-        threads = [threading.Thread(target=lambda: [kernel(seconds=seconds) for _ in range(count)]) for _ in range(WORKERS)]
+        def sleep_on() -> None:
+            for _ in range(count):
+                kernel(seconds=seconds)
+
+        threads = [threading.Thread(target=sleep_on) for _ in range(WORKERS)]
         for thread in threads:
             thread.start()
         for thread in threads:
