@@ -213,8 +213,11 @@ class Dispatch:
 
     def retire(self, task: Task, actions: list[Action]) -> Worker:
         """Free the worker of a task that has ended, run its next staged task, and return the worker."""
-        worker = self.withdraw(task)
+        worker = self.workers[task.worker]
         self.num_active -= 1
+        worker.assigned.remove(task)
+        if worker is not self.host:  # hot path: `withdraw`
+            self.num_free += 1
         if worker.running is task:
             worker.running = None
             for waiting in worker.assigned:
@@ -223,13 +226,12 @@ class Dispatch:
                     break
         return worker
 
-    def withdraw(self, task: Task) -> Worker:
-        """Take an admitted task from its worker, and return the worker."""
+    def withdraw(self, task: Task) -> None:
+        """Take an admitted task, which will not run, from its worker."""
         worker = self.workers[task.worker]
         worker.assigned.remove(task)
         if worker is not self.host:
             self.num_free += 1
-        return worker
 
     def refill(self, worker: Worker, actions: list[Action]) -> None:
         """Assign ready tasks to workers, starting with `worker`."""
