@@ -32,6 +32,7 @@ from .core.shortage import access_sizes
 from .core.step_plan import RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
 from .execution.waiting import sleep_until
+from .execution.watchdog import watchdog_seconds
 from .execution.workers import ASIDE_DEPTH, SIM_DEPTH
 
 __all__ = [
@@ -87,4 +88,5 @@ __all__ = [
     "rounded",
     "sleep_until",
     "tree",
+    "watchdog_seconds",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from typing import Final
@@ -10,10 +11,11 @@ import numpy as np
 
 from scheduler import DeviceFailed, FinishedTask, HandleLost, RunStopped, Runtime, TaskError, TierFailed, Trace
 from scheduler import DoesNotFit as NoRoom
+from scheduler.machine import watchdog_seconds
 from tiles.kernels import KernelBuildError, kernel_versions
 
 from ..config.run_config import LanguageRun
-from ..errors import Diverged, NntaskError, StorageError
+from ..errors import Diverged, NntaskError, StorageError, UsageError
 from .gpus import close_gpus, open_gpus
 from .machine_spec import MachineSpec, cannot_reserve
 from .memory_advice import does_not_fit
@@ -47,7 +49,7 @@ def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
         trace: trace to use instead of the one that --trace-steps asks for.
 
     Raises:
-        DoesNotFit, StorageError: `open_runtime` raises it.
+        DoesNotFit, StorageError, UsageError: `open_runtime` raises it.
     """
     observe = run.settings.observe
     if trace is None and (observe.trace or observe.trace_steps):
@@ -69,7 +71,12 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
     Raises:
         DoesNotFit: the system gives less address space than the budgets.
         StorageError: the directory of the disk tier cannot be used.
+        UsageError: `NNTASK_WATCHDOG` is no positive number.
     """
+    try:
+        watchdog_seconds(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     plan, disk, how = machine.gpus, machine.disk, machine.scheduling
     if plan.why_none:
         print(f"nntask: {plan.why_none}", file=sys.stderr)

@@ -55,6 +55,7 @@ class Dispatch:
         throttled: heap of the recorded tasks that are too far ahead of the planned order.
         num_active: number of running tasks, including those of the program.
         num_ready: number of tasks that the policy holds.
+        num_free: number of free slots of all workers that have joined.
     """
 
     def __init__(self, replicas: Replicas, admission: Admission, policy: Policy) -> None:
@@ -72,6 +73,7 @@ class Dispatch:
         self.num_active = 0
         self.num_blocked = 0
         self.num_ready = 0
+        self.num_free = 0
         self.throttled: list[tuple[int, TaskId, Task, Worker | None]] = []
         self._num_slots: list[int] = [0 for _ in replicas.nodes]  # per node, the number of tasks that its workers can hold together
 
@@ -81,6 +83,7 @@ class Dispatch:
         self.joined.append(worker)
         self.policy.join(worker)
         self._num_slots[worker.node] += worker.depth
+        self.num_free += worker.depth
         if self.num_ready:
             self._fill(worker, actions)
 
@@ -134,7 +137,7 @@ class Dispatch:
     def feed(self, actions: list[Action]) -> None:
         """Give ready tasks to workers with free slots."""
         for worker in self.joined:
-            if not self.num_ready:
+            if not (self.num_free and self.num_ready):
                 return
             if len(worker.assigned) < worker.depth:
                 self._fill(worker, actions)
@@ -182,6 +185,8 @@ class Dispatch:
             self.to_cancel.append((task, TaskError("lost" if lost else "unwritten", repr(task), data=repr(unwritten.handle), why=lost or "")))
             return True
         worker.assigned.append(task)
+        if worker is not self.host:
+            self.num_free -= 1
         if task.num_arriving:
             task.state = "fetching"
         elif worker.running is None:  # hot path: `stage`
@@ -211,6 +216,8 @@ class Dispatch:
         worker = self.workers[task.worker]
         self.num_active -= 1
         worker.assigned.remove(task)
+        if worker is not self.host:  # hot path: `withdraw`
+            self.num_free += 1
         if worker.running is task:
             worker.running = None
             for waiting in worker.assigned:
@@ -219,6 +226,13 @@ class Dispatch:
                     break
         return worker
 
+    def withdraw(self, task: Task) -> None:
+        """Take an admitted task, which will not run, from its worker."""
+        worker = self.workers[task.worker]
+        worker.assigned.remove(task)
+        if worker is not self.host:
+            self.num_free += 1
+
     def refill(self, worker: Worker, actions: list[Action]) -> None:
         """Assign ready tasks to workers, starting with `worker`."""
         if worker is not self.host:
@@ -226,7 +240,8 @@ class Dispatch:
                 self._fill(worker, actions)
             if len(self.joined) == 1:
                 return
-        self.feed(actions)
+        if self.num_free and self.num_ready:
+            self.feed(actions)
 
     def retry(self, actions: list[Action]) -> None:
         """Admit blocked tasks, oldest first; after one that does not fit, only those that need no new memory."""
@@ -326,6 +341,9 @@ class Dispatch:
                 raise InvalidEvent(f"worker {worker.id} idles although a task is staged")
             if len(worker.assigned) > worker.depth:
                 raise InvalidEvent(f"worker {worker.id} holds {len(worker.assigned)} tasks, more than {worker.depth}")
+        num_free = sum(worker.depth - len(worker.assigned) for worker in self.joined)
+        if num_free != self.num_free:
+            raise InvalidEvent(f"workers have {num_free} free slots, {self.num_free} were counted")
         num_active = sum(task.state == "running" for task in self.admitted())
         if num_active != self.num_active:
             raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")

@@ -353,7 +353,7 @@ class Machine:
         if task.state == "blocked":
             self._dispatch.unblock(task)
         elif task.state == "fetching":
-            self._dispatch.workers[task.worker].assigned.remove(task)
+            self._dispatch.withdraw(task)
             for replica in task.replicas:
                 self._losses.let_go(replica, actions)
         self._losses.give_up(task, error, "cancelled", actions, keeps=True)

@@ -194,10 +194,10 @@ class Models(Estimates):
 
     def record(self, task: Task, kind: WorkerKind, seconds: float) -> None:
         """Record how long a task ran. Takes less than a microsecond if the task's `model_key` is set, as in every replay after the first."""
-        key = (*key_of(task), kind)
-        series = self.series.get(key)
+        name, number = task.model_key or key_of(task)
+        series = self.series.get((name, number, kind))
         if series is None:
-            series = self.series[key] = Series()
+            series = self.series[name, number, kind] = Series()
         series.add(seconds)
 
     def record_copy(self, source: NodeId, target: NodeId, nbytes: int, seconds: float) -> None:

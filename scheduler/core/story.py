@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 
 from .dispatch import Dispatch
 from .errors import Stalled
@@ -20,7 +21,7 @@ from .events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from .records import HandleRecord, Task
+from .records import HandleRecord, NodeId, Replica, Task
 
 LENGTH = 20
 """Largest number of events in a story."""
@@ -58,3 +59,47 @@ def stalled(history: Iterable[Event], dispatch: Dispatch, num_unfinished: int) -
     """Return the error of a machine whose tasks wait although nothing is in progress."""
     kinds = sorted({worker.kind for worker in dispatch.joined})
     return Stalled(num_unfinished, dispatch.num_ready, kinds, tell(history))
+
+
+def standstill(dispatch: Dispatch, copying: Mapping[Replica, object], name_of: Callable[[NodeId], str], num_unfinished: int) -> str:
+    """Return which tasks run, which wait, and why, as text; at most `LENGTH` lines of each kind.
+
+    Args:
+        copying: copies in progress by the replica that they write.
+        name_of: function that returns the name of a memory node.
+        num_unfinished: number of unfinished tasks.
+    """
+    running = [f"{task!r} on worker {worker.id} ({worker.kind})" for worker in dispatch.joined if (task := worker.running) is not None]
+    running += [f"{task!r} in the program" for task in dispatch.host.assigned if task.state == "running"]
+    copies = [f"{target.handle!r} to {name_of(target.node)}" for target in copying]
+    waiting = [f"{task!r} waits for {cause}" for task, cause in _waiting(dispatch, name_of)]
+    if dispatch.num_ready:
+        waiting.append(f"{dispatch.num_ready} ready tasks wait for a worker that may take them")
+    lines = [f"{num_unfinished} tasks are unfinished"]
+    for title, entries in (("running", running), ("being copied", copies), ("waiting", waiting)):
+        lines += [f"{title}:", *(f"  {entry}" for entry in entries[:LENGTH] or ["nothing"])]
+        if len(entries) > LENGTH:
+            lines.append(f"  and {len(entries) - LENGTH} more")
+    return "\n".join(lines)
+
+
+def _waiting(dispatch: Dispatch, name_of: Callable[[NodeId], str]) -> Iterator[tuple[Task, str]]:
+    """Yield the tasks that hold or ask for memory, those held back, and those that wait for one of them or for a running one, with the cause."""
+    admitted, blocked = list(dispatch.admitted()), list(chain.from_iterable(dispatch.blocked))
+    held_back = [task for _, _, task, _ in dispatch.throttled]
+    for task in admitted:
+        if task.state == "fetching":
+            arriving = [repr(replica.handle) for replica in task.replicas if replica.arriving]
+            yield task, f"the copy of {' and '.join(arriving) or 'its data'} to {name_of(task.node)}"
+        elif task.state == "staged":
+            yield task, f"worker {task.worker}, which runs another task"
+    for task in blocked:
+        yield task, f"{sum(handle.size for handle, _ in task.accesses):,} B in {name_of(task.node)}"
+    for task in held_back:
+        yield task, "earlier tasks of the planned order"
+    causes: dict[Task, list[Task]] = {}
+    for before in (*admitted, *blocked, *held_back):
+        for after in dict.fromkeys(chain(before.successors, before.late_successors)):
+            causes.setdefault(after, []).append(before)
+    for task, befores in causes.items():
+        yield task, " and ".join(map(repr, befores))

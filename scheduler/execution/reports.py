@@ -1,4 +1,4 @@
-"""Reports of tasks that have run: to the trace, to the performance models and to the program's callback."""
+"""Reports of tasks: to the trace, to the performance models, to the program's callback and to the watchdog."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..core.machine import Machine
 from ..core.performance_model import Models
 from ..core.records import Task, Worker
+from ..core.story import standstill
 from ..drivers.callbacks import Watch
 from ..drivers.gpu import Ended
 from .trace import Trace
@@ -15,7 +16,7 @@ from .workers import WorkerPool, worker_name
 
 
 class TaskReports:
-    """The part of an executor that worker threads call for every task, outside its lock.
+    """The part of an executor that worker threads call for every task outside its lock, and the watchdog.
 
     Attributes:
         machine: the machine.
@@ -31,6 +32,18 @@ class TaskReports:
     trace: Trace | None
     watch: Watch
     _lock: threading.Lock
+
+    def progress(self) -> tuple[int, int]:
+        """Return the numbers of tasks that have ended, and of unfinished tasks without those that are acquisitions of the program."""
+        machine = self.machine
+        return machine.num_finished, machine.num_unfinished - len(machine.program.assigned)
+
+    def standstill(self) -> str:
+        """Return which tasks run, which wait, and why, and the latest events, as text."""
+        machine = self.machine
+        with self._lock:
+            stalls = machine.stalls
+            return f"{standstill(stalls.dispatch, stalls.copying, machine.memory.name_of, machine.num_unfinished)}\n{machine.story()}"
 
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Record a task in the trace, if there is one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -21,10 +22,14 @@ from ..drivers.sim import CopyEngine
 from ..storage.arena import HostArena
 from ..storage.device import Arena, DeviceArena, PinnedRange
 from ..storage.tier import DiskTier
+from .watchdog import Watchdog, Watched, watchdog_seconds
 
 SWITCH_SECONDS: Final = 5e-4
 """Longest time in seconds that a thread waits for the interpreter when it needs it for microseconds, to hand out the next task, while another thread
 computes in Python."""
+SWITCH_WORKERS: Final = 8
+"""Number of workers from which that time grows in proportion: every waiting thread wakes up when it has passed, so a long queue of them would spend
+its processor time on waking up."""
 
 SIM_DEPTH: Final = 3
 """Number of tasks admitted to a device at a time: one runs while the data of the next ones arrives."""
@@ -32,7 +37,7 @@ ASIDE_DEPTH: Final = 2
 """Number of tasks admitted to a CPU worker that stands aside: one runs while the input of the next one arrives from a device."""
 
 
-class PoolRuntime(WorkerRuntime, Protocol):
+class PoolRuntime(WorkerRuntime, Watched, Protocol):
     """The part of the runtime that the threads of a pool use."""
 
     def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
@@ -54,9 +59,14 @@ class WorkerPool:
     Attributes:
         arenas: memory of each node except the disk.
         workers: threads that compute.
+
+    Raises:
+        ValueError: the environment asks for a watchdog of no time.
     """
 
     def __init__(self, executor: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu]) -> None:
+        patience = watchdog_seconds(os.environ)
+        self._watchdog = None if patience is None else Watchdog(executor, patience)
         self.gpus = list(gpus)
         num_host = len(budgets) - len(gpus)
         hosts = [HostArena(budget) for _, budget in budgets[:num_host]]
@@ -85,7 +95,8 @@ class WorkerPool:
             bandwidth: bytes per second of each simulated link; None for the speed of memory copies.
             aside: whether CPU workers stand aside, see `Worker`.
         """
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        if self._watchdog is not None:
+            self._watchdog.start()
         num_devices = sim_gpus + len(self.gpus)
         kind: WorkerKind = "cuda" if self.gpus else "sim"
         nodes = [RAM, *(NodeId(1 + i) for i in range(num_devices))]
@@ -94,6 +105,7 @@ class WorkerPool:
             copier.start()
         workers = [Worker(WorkerId(i), "cpu", RAM, ASIDE_DEPTH if aside else 1, aside) for i in range(cpu_workers)]
         workers += [Worker(WorkerId(cpu_workers + i), kind, NodeId(1 + i), depth=SIM_DEPTH) for i in range(num_devices)]
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS * max(1, len(workers) / SWITCH_WORKERS)))
         for worker, core in zip(workers, cores_for(len(workers)), strict=True):
             arena = self.arenas[worker.node]
             about = (self._executor, worker, arena.memory, worker_name(worker), core)
@@ -160,6 +172,8 @@ class WorkerPool:
 
     def stop(self) -> None:
         """Stop the threads after their present kernels and copies."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         threads: list[WorkerThread | CopyEngine | CudaCopier | DiskEngine] = [*self.workers.values(), *self._copiers.values()]
         if self._files is not None:
             threads.append(self._files)

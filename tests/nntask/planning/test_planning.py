@@ -510,3 +510,10 @@ def test_measured_durations_are_used() -> None:
         assert plan_run(settings(ncpu=1), CONFIG)["seconds_per_step"] == len(plan.tasks) > before
     finally:
         store.path.unlink()
+
+
+def test_a_watchdog_without_a_time_is_the_mistake_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime from settings refuses a wrong variable as the command line refuses a wrong flag."""
+    monkeypatch.setenv("NNTASK_WATCHDOG", "soon")
+    with pytest.raises(UsageError, match="NNTASK_WATCHDOG must be a positive number of seconds, got 'soon'"):
+        open_runtime(machine_of(settings(sim_gpu=2, gpu_memory="8MiB", ram="16MiB").resources))
