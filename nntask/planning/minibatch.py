@@ -16,7 +16,7 @@ from ..config.settings import TrainSettings, known
 from ..config.units import format_size
 from ..errors import UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
-from ..hardware.machine_spec import MachineSpec, check_budgets
+from ..hardware.machine_spec import MachineSpec
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import divisors
 from .memory_fit import has_too_many_tasks, no_collections
@@ -70,14 +70,12 @@ def choose_minibatch(
             run = resolve(_with(settings, size), config, machine=machine)
             if target is not None:
                 run = with_few_tasks(run, target)
-            elif not planned and not refused:
-                check_budgets(run.machine)
             if has_too_many_tasks(run):
                 break
             chosen = plan_updater(run, target or this_machine(run.machine))
             (planned if chosen.needs is None else refused)[size] = chosen
     if not planned:
-        return ChosenMinibatch(_with(settings, min(refused, default=1)))
+        return ChosenMinibatch(_with(settings, min(refused, default=batch)))
     size = _fastest(planned)
     return ChosenMinibatch(_with(settings, size), _reason(size, planned, refused))
 

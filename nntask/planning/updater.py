@@ -62,7 +62,6 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
             the message is about updates on devices.
         UsageError: the step has too many tasks, or no order of the requested name.
     """
-    check_budgets(run.machine)
     with no_collections():
         chosen = plan_updater(run, this_machine(run.machine))
         if chosen.needs is not None:
@@ -84,6 +83,8 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     for updater in updaters:
         candidate, there = _placed(run, target, updater) if has_devices else (run, target)
         step = capture(candidate, frozen_base=candidate.start.frozen_base)
+        if not there.is_imaginary:
+            check_budgets(candidate.machine)  # after the rules of the step: budgets are reported last
         order, needs = order_or_needs(step, candidate, there)
         fits = needs is None
         seconds[updater] = None
