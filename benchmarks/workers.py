@@ -114,7 +114,7 @@ def comparisons(ours: common.Measurement, theirs: common.Measurement, peer: str,
     """The share in kernels against its bar, and `more` figures."""
     rows = []
     for name, (seconds, _) in CASES.items():
-        wanted = ([("share", "", "more")] if seconds else []) + list(more)
+        wanted = ([("share", "of the time", "more")] if seconds else []) + list(more)
         for figure, unit, better in wanted:
             key = f"{name}: {figure}"
             if key in theirs:

@@ -219,7 +219,12 @@ def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     flag, size = given[0] if given else ("", "the default --ram")
     if isinstance(error, NoRoom):
         why, shortage = error.fact, error.shortage
-        remedy = "lower it, and name a disk for the rest" if shortage.node == "ram" else "lower --gpu-memory, or end other programs that use the card"
+        if shortage.cause != "reserve":  # a budget that was reserved is too small for what the runtime itself needs
+            remedy = error.remedy
+        elif shortage.node == "ram":
+            remedy = "lower it, and name a disk for the rest"
+        else:
+            remedy = "lower --gpu-memory, or end other programs that use the card"
     else:  # an error of mmap
         nbytes = machine.ram.nbytes + machine.device.nbytes * machine.num_simulated
         why, remedy, shortage = str(error), "lower it", Shortage("reserve", "ram", nbytes, memory_limit(), detail=str(error))

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ..checkpoints.store import Checkpoint
 from ..config.resolution import resolve
 from ..config.settings import TrainSettings, known
 from ..config.units import format_size
-from ..errors import UsageError
+from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import MachineSpec
 from ..models.interface import ModelConfig
@@ -40,13 +39,10 @@ class ChosenMinibatch(NamedTuple):
     reason: str = ""
 
 
-def choose_minibatch(
-    settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, machine: MachineSpec, target: MachineModel | None = None
-) -> ChosenMinibatch:
+def choose_minibatch(settings: TrainSettings, config: ModelConfig, machine: MachineSpec, target: MachineModel | None = None) -> ChosenMinibatch:
     """Replace ``--minibatch auto`` by the fastest minibatch that fits. If none fits, take the smallest, so that the run is refused with advice.
 
     Args:
-        resumed: checkpoint to continue from, whose minibatch is kept.
         machine: devices and budgets of this machine.
         target: imaginary machine; None for this one.
 
@@ -56,9 +52,6 @@ def choose_minibatch(
     """
     if settings.tiling.minibatch != AUTO:
         return ChosenMinibatch(settings)
-    if resumed is not None:
-        stored = resumed.state["settings"]["tiling"]["minibatch"]
-        return ChosenMinibatch(_with(settings, stored), f"{stored}, as in the checkpoint")
     if settings.cluster.dask:
         raise UsageError("auto plans for one machine, and a cluster of --dask has several; give a number", flag="--minibatch")
     batch = known(resolve(_with(settings, -1), config, machine=machine).step.batch)
@@ -68,8 +61,12 @@ def choose_minibatch(
         refused = dict[int, ChosenUpdater]()
         for size in (size for size in reversed(divisors(batch)) if size % per_tile == 0):
             run = resolve(_with(settings, size), config, machine=machine)
-            if target is not None:
-                run = with_few_tasks(run, target)
+            try:
+                run = run if target is None else with_few_tasks(run, target)
+            except DoesNotFit:  # this minibatch, and each smaller one, needs too many tasks
+                if not planned and not refused:
+                    raise
+                break
             if has_too_many_tasks(run):
                 break
             chosen = plan_updater(run, target or this_machine(run.machine))

@@ -81,7 +81,7 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     choices: dict[Updater, ChosenUpdater] = {}
     fitting: dict[Updater, ChosenUpdater] = {}
     for updater in updaters:
-        candidate, there = _placed(run, target, updater) if has_devices else (run, target)
+        candidate, there = _placed(run, target, updater) if has_devices else (run.updating_on(updater), target)
         step = capture(candidate, frozen_base=candidate.start.frozen_base)
         if not there.is_imaginary:
             check_budgets(candidate.machine)  # after the rules of the step: budgets are reported last

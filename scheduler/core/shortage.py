@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .records import HandleRecord, Mode
+from .records import SCRATCH, HandleRecord, Mode
 
 Cause = Literal["task", "taken", "full", "readers", "start", "step", "idle", "reserve", "outside"]
 """Kind of a shortage.
@@ -23,7 +23,7 @@ Cause = Literal["task", "taken", "full", "readers", "start", "step", "idle", "re
 - step: a step as a whole needs more bytes of a node than its budget.
 - idle: the smallest task with flops exceeds a device, which could only copy.
 - reserve: more bytes were requested for a budget than are available; `budget` is the number of bytes available.
-- outside: a library allocates outside the budget of a device, whose memory is exhausted; `budget` is the size of that memory.
+- outside: a library allocates outside the budget of a device, whose memory is exhausted; `budget` is that of the device, 0 if unknown.
 """
 
 
@@ -148,4 +148,4 @@ class Shortage:
 
 def access_sizes(accesses: Iterable[tuple[HandleRecord, Mode]]) -> tuple[AccessSize, ...]:
     """Return the data of a task's accesses."""
-    return tuple(AccessSize(mode, handle.name or str(handle.id), handle.size) for handle, mode in accesses)
+    return tuple(AccessSize(mode, handle.name or ("scratch" if mode == SCRATCH else str(handle.id)), handle.size) for handle, mode in accesses)

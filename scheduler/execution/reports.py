@@ -36,7 +36,8 @@ class TaskReports:
     def progress(self) -> tuple[int, int]:
         """Return the numbers of tasks that have ended, and of unfinished tasks without those that are acquisitions of the program."""
         machine = self.machine
-        return machine.num_finished, machine.num_unfinished - len(machine.program.assigned)
+        num_acquired = sum(task.codelet is None for task in [*machine.program.assigned])  # an exchange with another node has a codelet
+        return machine.num_finished, machine.num_unfinished - num_acquired
 
     def standstill(self) -> str:
         """Return which tasks run, which wait, and why, and the latest events, as text."""

@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
             )
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
-        settings, minibatch = choose_minibatch(settings, asked.config, asked.resumed, there, target)
+        settings, minibatch = choose_minibatch(settings, asked.config, there, target)
         figures = plan_run(settings, asked.config, target, machine=machine) | ({"minibatch": minibatch} if minibatch else {})
     return _print(figures, asked)
 

@@ -58,7 +58,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
         machine = with_budgets(asked.devices, asked.settings.resources)
-        settings, minibatch = choose_minibatch(asked.settings, asked.config, asked.resumed, machine)
+        settings, minibatch = choose_minibatch(asked.settings, asked.config, machine)
         if minibatch:
             print(f"minibatch: {minibatch}")
         run = resolve(settings, asked.config, asked.resumed, machine)

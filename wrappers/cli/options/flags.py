@@ -268,9 +268,9 @@ def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any
 
 
 class FileEntry(NamedTuple):
-    """FileEntry of a TOML file.
+    """Entry of a TOML file.
 
-    Args:
+    Attributes:
         key: key as the file has it; for the second part of a value, the name of the part and the key.
         text: value as a word.
     """

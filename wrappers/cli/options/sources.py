@@ -142,6 +142,8 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
             raise UsageError(f"{begin} and --resume both say where to begin; drop one of them", flag="--init-from")
+        if resumed and explicit.get("minibatch") == "auto":
+            del explicit["minibatch"]  # the checkpoint has the number that was chosen
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
         is_imaginary = bool(besides.get("devices"))
