@@ -46,6 +46,13 @@ class NntaskError(Exception):
         """Return the parts of a copy, which has the same attributes but no causes and frames."""
         return type(self).__new__, (type(self),), {"args": self.args, **vars(self)}
 
+    def __copy__(self) -> Self:
+        """Return the same error without causes and frames, also if tblib, which distributed may load, has registered another way to copy."""
+        other = type(self).__new__(type(self))
+        other.args = self.args
+        vars(other).update(vars(self))
+        return other
+
     @property
     def fact(self) -> str:
         """The message without the remedy."""

@@ -47,6 +47,14 @@ class SchedulerError(Exception):
         """Return the parts of a copy, which has the same fields; subclasses have constructors of their own."""
         return _bare, (type(self),), {"args": self.args, **vars(self)}
 
+    def __copy__(self) -> SchedulerError:
+        """Return the same error without causes and frames, also if tblib, which distributed may load, has registered another way to copy."""
+        other = _bare(type(self))
+        assert isinstance(other, SchedulerError)
+        other.args = self.args
+        vars(other).update(vars(self))
+        return other
+
 
 def _bare(kind: type[BaseException]) -> BaseException:
     """Return an error without fields; `kind.__new__` may be that of a base which does not lay out its instances, such as `MemoryError`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tblib import pickling_support
 
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
@@ -26,8 +28,12 @@ SETTINGS = TrainSettings(
 )
 
 
-def test_an_error_that_travels_keeps_its_fields() -> None:
-    """Not its causes; the worker that met it is one of them."""
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_an_error_that_travels_keeps_its_fields(is_registered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its causes, also if distributed has registered its way to copy errors; the worker that met it is one of the fields."""
+    monkeypatch.delitem(copyreg.dispatch_table, DoesNotFit, raising=False)
+    if is_registered:
+        monkeypatch.setitem(copyreg.dispatch_table, DoesNotFit, pickling_support.pickle_exception)
     lack = Shortage("step", "ram", 2, 1)
     error = DoesNotFit("on worker a the step needs 2 B", "raise --ram", shortage=lack)
     error.__cause__ = OSError("of the node")
