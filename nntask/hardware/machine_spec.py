@@ -219,7 +219,7 @@ def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     flag, size = given[0] if given else ("", "the default --ram")
     if isinstance(error, NoRoom):
         why, shortage = error.fact, error.shortage
-        if shortage.cause != "reserve":  # a budget that was reserved is too small for what the runtime itself needs
+        if shortage.cause != "reserve":  # the runtime itself needs more than the budget
             remedy = error.remedy
         elif shortage.node == "ram":
             remedy = "lower it, and name a disk for the rest"

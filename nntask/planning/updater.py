@@ -81,7 +81,10 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     choices: dict[Updater, ChosenUpdater] = {}
     fitting: dict[Updater, ChosenUpdater] = {}
     for updater in updaters:
-        candidate, there = _placed(run, target, updater) if has_devices else (run.updating_on(updater), target)
+        if has_devices:
+            candidate, there = _placed(run, target, updater)
+        else:
+            candidate, there = run if run.step.update_on == updater else run.updating_on(updater), target
         step = capture(candidate, frozen_base=candidate.start.frozen_base)
         if not there.is_imaginary:
             check_budgets(candidate.machine)  # after the rules of the step: budgets are reported last
