@@ -151,7 +151,7 @@ class TrainingNode:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         reuse_freed_memory()
         self._starts = ThreadPoolExecutor(1, "nntask steps")  # one thread, so that steps start in order
-        self._results = ThreadPoolExecutor(2, "nntask results")
+        self._results = ThreadPoolExecutor(1, "nntask results")  # one thread, so that the end of a step is noted before that of the next one
         self._comms: Any = None
         self._nccl: NcclTransport | None = None
         self._runtime: Runtime | None = None
