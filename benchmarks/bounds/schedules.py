@@ -86,8 +86,9 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     from jobs import captured, on_devices
 
     from nntask import UsageError
-    from nntask.config import ModelSettings, TilingSettings, parse_rate
+    from nntask.config import ModelSettings, TilingSettings
     from nntask.hardware import durations
+    from nntask.io import parse_rate
     from nntask.planning import order_on
     from scheduler.planning import Pace, lower_bounds
 

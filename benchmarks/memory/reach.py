@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common
 
 from nntask import PRESETS
-from nntask.config import parse_size
+from nntask.io import parse_size
 
 SLACK: Final = 250 << 20
 SAMPLED_SECONDS: Final = 0.02

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from ..architecture.family_config import ModelConfig
 from ..checkpoints.store import STATE, Checkpoint
 from ..config.init_from import initial_model
 from ..config.settings import TrainSettings, from_dict
@@ -23,7 +24,6 @@ from ..gguf.model_file import fingerprint, is_gguf
 from ..hf.model_directory import ModelDirectory, attach_weights
 from ..io.safetensors_file import TensorFile, fingerprint_of
 from ..io.tile_sources import Stored
-from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from .lora import base_tensors
 

@@ -22,11 +22,11 @@ import numpy.typing as npt
 
 from tiles import TileTensor
 
+from ..architecture.family_config import ModelConfig
+from ..architecture.names import is_of_head
 from ..errors import UsageError
 from ..hf.layout import names_of
-from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
-from ..models.names import is_of_head
 from ..nn.functional import SITES
 from ..nn.initializers import uniform
 from ..nn.layers import Adapter, Linear

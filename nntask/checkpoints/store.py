@@ -26,6 +26,8 @@ from typing import Any, Final
 
 from tiles import TileTensor
 
+from ..architecture.config_checks import check_num_weights
+from ..architecture.family_config import ModelConfig
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, NntaskError, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
@@ -33,8 +35,6 @@ from ..io.json_text import decoded
 from ..io.regular_file import read_text
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
 from ..io.sealed_json import sealed, unsealed
-from ..models.config_checks import check_num_weights
-from ..models.interface import ModelConfig
 from ..models.registry import config_from_dict, untiled_type
 
 MODEL: Final = "model.safetensors"
@@ -299,12 +299,6 @@ _STATE_RULES: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
 def run_of(checkpoint: Checkpoint) -> Path:
     """Return the run directory that a checkpoint belongs to."""
     return checkpoint.path.resolve().parent.parent
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small text file atomically: a reader sees either the old text or the new text."""
-    with written_aside(path) as new:
-        _write_text(new, text)
 
 
 def how_to_go_on(run: Path) -> str:

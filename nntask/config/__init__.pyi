@@ -23,12 +23,10 @@ from .settings import (
     typed,
 )
 from .tile_sizes import open_tiles, retiled
-from .units import LARGEST, format_least, format_size, is_size, parse_rate, parse_size
 from .validation import check_most, check_prompt, check_values, checked_length, step_range
 
 __all__ = [
     "EXPERT",
-    "LARGEST",
     "OLD_SETTINGS",
     "SUFFIXES",
     "TINY",
@@ -56,18 +54,13 @@ __all__ = [
     "disk_of",
     "flag_of",
     "flags_from",
-    "format_least",
-    "format_size",
     "from_dict",
     "has_size",
     "image_shape",
     "initial_model",
     "instead",
-    "is_size",
     "lost",
     "open_tiles",
-    "parse_rate",
-    "parse_size",
     "replaced",
     "resolve",
     "resolve_untiled",

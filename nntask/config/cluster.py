@@ -10,9 +10,9 @@ from typing import Final, Literal
 from scheduler.planning import AUTO, SUBMISSION
 
 from ..errors import UsageError
+from ..io.units import parse_size
 from ..optim.sharded import most_nodes
 from .settings import ClusterSettings, TrainSettings
-from .units import parse_size
 
 _LOCAL: Final = re.compile(r"local:(\d{1,6})")
 _ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][\s/:]+):(?P<port>\d{1,5})|inproc://\S+")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import UsageError
-from .units import is_size, parse_size
+from ..io.units import is_size, parse_size
 
 
 def disk_of(text: str) -> tuple[Path, int | None] | None:

@@ -7,10 +7,8 @@ this registry.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from .settings import flag_of
@@ -83,12 +81,3 @@ def variables_listed() -> str:
     """Return the variables that set flags, with their flags, as one line of help."""
     names = ", ".join(f"{v.name} ({flag_of(v.flag.replace('-', '_'))})" for v in VARIABLES if v.flag)
     return f"Environment variables that override a TOML file: {names}. Other flags have none."
-
-
-def cache_directory() -> Path:
-    """Return the directory for derived files that may be kept and reused, without creating it."""
-    if own := os.environ.get("NNTASK_CACHE"):
-        return Path(own)
-    from scheduler.storage import user_cache
-
-    return user_cache()

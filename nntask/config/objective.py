@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from ..architecture.config_checks import LARGEST_CLASSES
+from ..architecture.family_config import ModelConfig
+from ..architecture.interface import LanguageConfig
 from ..data.chat import MESSAGES
 from ..data.images import IMAGES
 from ..data.json_lines import JSONL, first_keys, json_lines
@@ -15,8 +18,6 @@ from ..data.objectives import Form, ImageShape, Kind, Objective
 from ..data.spans import longest
 from ..errors import DataError, UsageError
 from ..models.bert import SINGLE_LABEL
-from ..models.config_checks import LARGEST_CLASSES
-from ..models.interface import LanguageConfig, ModelConfig
 from .settings import DataSettings, TrainSettings, flag_of
 
 SHARE: Final = flag_of("mask_probability")

@@ -16,12 +16,13 @@ from typing import Any, Final
 
 from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
+from ..architecture.family_config import ModelConfig
+from ..architecture.interface import LanguageConfig
 from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
-from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
 from .init_from import InitialModel, brings_config, initial_model, model_path

@@ -15,11 +15,12 @@ from typing import Literal, Self
 
 from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA
+from ..architecture.family_config import ModelConfig
+from ..architecture.interface import LanguageConfig
 from ..checkpoints.store import Checkpoint
 from ..data.spec import DataSpec
 from ..data.special_tokens import CHAT_TEMPLATE
 from ..hardware.machine_spec import MachineSpec, devices_alone
-from ..models.interface import LanguageConfig, ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule
 from ..tiling.model_tiling import ModelTiling
 from .cluster import ClusterSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from ..architecture.family_config import ModelConfig
 from ..hf.model_directory import block_sizes
-from ..models.interface import ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
 from .init_from import initial_model

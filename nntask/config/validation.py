@@ -12,14 +12,14 @@ from typing import Final
 from scheduler.drivers import MOST_PARTITIONS
 from scheduler.planning import AUTO, BLOCK, NONE
 
+from ..architecture.interface import LanguageConfig
 from ..errors import UsageError
-from ..models.interface import LanguageConfig
+from ..io.units import LARGEST, fraction_of, is_size, parse_size
 from .cluster import check_cluster
 from .disk import disk_of
 from .init_from import brings_config
 from .objective import check_objective, image_shape
 from .settings import TrainSettings, flag_of
-from .units import LARGEST, fraction_of, is_size, parse_size
 
 DEFAULT_LENGTH: Final = 4096
 """Largest default length of a sequence in tokens, for models that allow longer ones."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
+from ..io.cache_directory import cache_directory
 from .chat_source import ChatSource, template_notes, with_template
 from .corpora import scored_corpus, stdlib_corpus, text_corpus
 from .directories import is_named

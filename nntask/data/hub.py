@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from ..config.environment import cache_directory
 from ..errors import DataError
+from ..io.cache_directory import cache_directory
 from .foreign_tokenizer import TOKENIZER_FILE, has_tokenizer
 from .special_tokens import SPECIAL_FILES
 from .splits import splits_in

@@ -18,10 +18,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..config.environment import cache_directory
 from ..errors import DataError
 from ..io.atomic_write import written_aside
 from ..io.block_checksums import block_checksums
+from ..io.cache_directory import cache_directory
 from ..io.regular_file import read_text
 from .encoding import RowEncoder
 from .findings import Finding, read_findings, write_findings

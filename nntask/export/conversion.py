@@ -21,7 +21,6 @@ from tiles import BLOCK_FORMATS, ENCODED_FORMATS
 
 from ..adapters.lora import adapted
 from ..checkpoints.store import Checkpoint
-from ..config.units import format_size
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DoesNotFit, UsageError
@@ -29,6 +28,7 @@ from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
 from ..io.block_ranges import BlockRange, turned
 from ..io.strided_ranges import FileRange, Rows, windows
+from ..io.units import format_size
 from ..models.registry import build
 from ..tiling.model_tiling import ModelTiling
 from .huggingface import as_stored

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..architecture.config_checks import LARGEST_DEPTH
 from ..errors import DataError, StorageError
-from ..models.config_checks import LARGEST_DEPTH
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, POSITIONS, Architecture
 from .metadata_keys import Keys, Values
 from .rope_keys import scaling_from, scaling_keys

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..architecture.rotary import RopeScaling
 from ..errors import DataError
-from ..models.rotary import RopeScaling
 from .architectures import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
 from .metadata_keys import Keys, Values, shortest
 
@@ -128,7 +128,7 @@ def factors_of(scaling: Values, theta: float, size: int) -> dict[str, np.ndarray
 
 
 def rotary_factors(scaling: Values, theta: float, size: int) -> np.ndarray[Any, Any]:
-    """Return the divisors (size / 2,) in fp32 of the rotary frequencies in Llama 3's scaling, as in `nntask.models.rotary`."""
+    """Return the divisors (size / 2,) in fp32 of the rotary frequencies in Llama 3's scaling, as in `nntask.architecture.rotary`."""
     plain = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = np.clip((scaling["original_max_position_embeddings"] * plain / (2 * pi) - low) / (high - low), 0, 1)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..models.interface import ModelConfig
+from ..architecture.family_config import ModelConfig
 
 Array = npt.NDArray[Any]
 

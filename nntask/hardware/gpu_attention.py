@@ -15,8 +15,8 @@ import scheduler
 from scheduler.drivers import is_fatal
 from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, attention_seconds
 
-from ..config.units import format_size
 from ..errors import DoesNotFit, UsageError
+from ..io.units import format_size
 from .gpus import GpuPlan, close_gpus, open_gpus
 
 

@@ -21,8 +21,8 @@ from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, 
 from scheduler.machine import RecordedTask
 
 from ..config.settings import ResourceSettings
-from ..config.units import format_size, fraction_of, parse_rate, parse_size
 from ..errors import DoesNotFit, UsageError
+from ..io.units import format_size, fraction_of, parse_rate, parse_size
 
 ALL_GPUS: Final = -1
 """Value of --ngpu for all GPUs, of which there must be one."""

@@ -9,12 +9,12 @@ from typing import Final
 from scheduler.drivers import THREADS
 from scheduler.machine import SIM_DEPTH, Models, Rate, WorkerKind, policy_of
 
+from ..architecture.family_config import ModelConfig
 from ..config.disk import imaginary_disk_of
 from ..config.settings import ResourceSettings
-from ..config.units import flag_size, parse_rate, parse_size
 from ..config.validation import check_most
 from ..errors import UsageError
-from ..models.interface import ModelConfig
+from ..io.units import flag_size, parse_rate, parse_size
 from ..tiling.model_tiling import ModelTiling, divisors, even, whole_groups
 from .gpus import check_updaters
 from .machine_model import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, MachineModel

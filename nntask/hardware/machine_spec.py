@@ -20,8 +20,8 @@ from scheduler.storage import filled_budgets, memory_limit
 
 from ..config.disk import disk_of
 from ..config.settings import ResourceSettings
-from ..config.units import parse_rate, parse_size
 from ..errors import DoesNotFit
+from ..io.units import parse_rate, parse_size
 from .gpu_attention import gpus_with_cudnn
 from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..architecture.family_config import ModelConfig
+from ..architecture.names import Arrays
 from ..io.strided_ranges import FileRange, OpenFile, RowGroups, Rows, strides_of
-from ..models.interface import ModelConfig
-from ..models.names import Arrays
 
 
 class FileLayout:

@@ -20,6 +20,9 @@ import numpy as np
 
 from tiles import BlockFormat, TileTensor
 
+from ..architecture.config_checks import check_num_weights, config_values
+from ..architecture.family_config import ModelConfig
+from ..architecture.names import is_of_head
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..io.block_ranges import BlockRange, formats_in, turned
@@ -28,9 +31,6 @@ from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, is_equal
 from ..io.terminal_text import python_command, python_text
 from ..io.tile_sources import Stored, TileSource
-from ..models.config_checks import check_num_weights, config_values
-from ..models.interface import ModelConfig
-from ..models.names import is_of_head
 from ..models.registry import config_from_dict
 from ..nn.module import Blocks
 from .layout import FileLayout, blanks, names_of, shapes_of, ties_of

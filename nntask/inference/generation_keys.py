@@ -1,4 +1,4 @@
-"""Rules for the keys of generation_config.json, in the form of the rules for config.json (`models.foreign_keys`).
+"""Rules for the keys of generation_config.json, in the form of the rules for config.json (`architecture.foreign_keys`).
 
 Ids that begin and end texts are read. Keys of sampling are left to flags. Any other key that changes texts in transformers and has no
 implementation here is refused.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..models.foreign_keys import Rules, Used, check_foreign, ignored, only
+from ..architecture.foreign_keys import Rules, Used, check_foreign, ignored, only
 
 _ADVICE: Final = "that is not done here; remove the key to write texts without it"
 

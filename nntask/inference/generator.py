@@ -22,8 +22,8 @@ import numpy.typing as npt
 from scheduler import Runtime, Step
 from tiles import TileTensor
 
+from ..architecture.family_config import ModelConfig
 from ..errors import UsageError
-from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import EncoderPast, KVCache, kept, source_documents

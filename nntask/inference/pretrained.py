@@ -19,6 +19,8 @@ from tiles import QuantisedTensor
 from tiles.kernels import load_block_loops
 
 from ..adapters.frozen_base import frozen_base_of
+from ..architecture.config_checks import LARGEST_COUNT
+from ..architecture.family_config import ModelConfig
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import model_spec
 from ..config.settings import TrainSettings, from_dict, known
@@ -33,8 +35,6 @@ from ..gguf.model_file import is_gguf, open_gguf
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, block_sizes, read_config, read_values, stored_ranges
 from ..io.json_file import read_object
 from ..io.regular_file import read_text
-from ..models.config_checks import LARGEST_COUNT
-from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..models.registry import config_notes
 from ..tiling.model_tiling import ModelTiling

@@ -9,8 +9,8 @@ from typing import Final
 from scheduler import TaskRuntime
 from tiles import TOKEN_ROWS, TileTensor
 
+from ..architecture.family_config import ModelConfig
 from ..errors import UsageError
-from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import Past

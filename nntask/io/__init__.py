@@ -1,4 +1,5 @@
-"""File access: checks of output paths, atomic writes, untrusted JSON, safetensors files of tile tensors, GGUF headers and strided ranges."""
+"""File access: checks of output paths, atomic writes, untrusted JSON, safetensors files of tile tensors, GGUF headers and strided ranges;
+and sizes, rates and durations as text."""
 
 import lazy_loader
 

@@ -61,6 +61,12 @@ def written_aside(target: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small text file atomically: a reader sees either the old text or the new text."""
+    with written_aside(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
 def _is_special(path: Path) -> bool:
     """Return whether `path` is a device, a pipe or a socket. One look: between two, another writer can move its old directory away."""
     try:

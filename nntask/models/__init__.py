@@ -1,4 +1,4 @@
-"""Models, each in one file that reads from top to bottom, and their configurations."""
+"""Families of models, each in one file that reads from top to bottom, and the one transformer that is built from their descriptions."""
 
 import lazy_loader
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
+from ..architecture.config_checks import ACTIVATIONS, choice, classes, count, positive, probability, shown, switch, token
+from ..architecture.description import BlockShape, Description, HeadShape, NormShape, StackShape
+from ..architecture.family_config import HiddenConfig
+from ..architecture.foreign_keys import Only, Rules, ignored, off
+from ..architecture.names import Names
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, choice, classes, count, positive, probability, shown, switch, token
-from .description import BlockShape, Description, HeadShape, NormShape, StackShape
-from .family_config import HiddenConfig
-from .foreign_keys import Only, Rules, ignored, off
-from .names import Names
 
 _MODULES: Final = {
     "embed": "embeddings.word_embeddings",

@@ -21,6 +21,8 @@ from typing import Any
 from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 
+from ..architecture.description import AttentionShape, BlockShape, FeedForwardShape, NormShape
+from ..architecture.rotary import Rotary
 from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks, RelativeBias
@@ -28,8 +30,6 @@ from ..nn.kv_cache import EncoderPast, LayerPast
 from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
 from ..nn.module import Module
 from ..tiling.model_tiling import ModelTiling
-from .description import AttentionShape, BlockShape, FeedForwardShape, NormShape
-from .rotary import Rotary
 
 Angles = tuple[TileTensor, TileTensor]
 """Cosines and sines of the rotary angles, (T, R / 2) each for R features that turn; (B, T, R / 2) if each sequence has positions of its own."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
+from ..architecture.config_checks import ACTIVATIONS, LARGEST_DEPTH, check_object, choice, count, layer_kinds, positive, shown, switch
+from ..architecture.description import AttentionShape, BlockShape, Description, NormShape
+from ..architecture.foreign_keys import Only, Rules, Used, off
+from ..architecture.names import Names
+from ..architecture.rotary import Rotary
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, LARGEST_DEPTH, check_object, choice, count, layer_kinds, positive, shown, switch
-from .description import AttentionShape, BlockShape, Description, NormShape
-from .foreign_keys import Only, Rules, Used, off
 from .llama import NAMES, GatedConfig
-from .names import Names
 from .qwen import FULL, SLIDING
-from .rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

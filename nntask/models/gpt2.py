@@ -11,11 +11,11 @@ from functools import cached_property
 from math import sqrt
 from typing import ClassVar, Final
 
-from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, switch
-from .description import BlockShape, Description, HeadShape, NormShape, StackShape
-from .family_config import ModelConfig
-from .foreign_keys import Alias, Rules, ignored
-from .names import Joined, Names
+from ..architecture.config_checks import ACTIVATIONS, choice, count, depth, positive, probability, switch
+from ..architecture.description import BlockShape, Description, HeadShape, NormShape, StackShape
+from ..architecture.family_config import ModelConfig
+from ..architecture.foreign_keys import Alias, Rules, ignored
+from ..architecture.names import Joined, Names
 from .transformer import Transformer
 
 NAMES: Final = Names(

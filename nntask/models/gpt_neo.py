@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
+from ..architecture.config_checks import ACTIVATIONS, LARGEST_DEPTH, choice, count, depth, layer_kinds, positive, probability, shown, switch
+from ..architecture.description import AttentionShape, BlockShape, Description, HeadShape, NormShape, StackShape
+from ..architecture.family_config import KeyedConfig
+from ..architecture.foreign_keys import Alias, Rules, Used
+from ..architecture.names import Names
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, LARGEST_DEPTH, choice, count, depth, layer_kinds, positive, probability, shown, switch
-from .description import AttentionShape, BlockShape, Description, HeadShape, NormShape, StackShape
-from .family_config import KeyedConfig
-from .foreign_keys import Alias, Rules, Used
 from .gpt2 import NAMES
-from .names import Names
 
 GLOBAL: Final = "global"
 LOCAL: Final = "local"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
+from ..architecture.config_checks import ACTIVATIONS, choice, positive, probability, switch
+from ..architecture.description import BlockShape, Description, HeadShape, NormShape, StackShape
+from ..architecture.foreign_keys import Rules, Used
+from ..architecture.names import Joined, Names
+from ..architecture.rotary_config import PartialRotaryConfig
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, choice, positive, probability, switch
-from .description import BlockShape, Description, HeadShape, NormShape, StackShape
-from .foreign_keys import Rules, Used
-from .names import Joined, Names
-from .rotary_config import PartialRotaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from scheduler import TaskRuntime
 from tiles import QuantisedTensor, TileTensor
 from tiles.ops import select
 
+from ..architecture.config_checks import LARGEST_COUNT
+from ..architecture.family_config import ModelConfig
 from ..errors import UsageError
 from ..nn import functional
 from ..nn.autograd import Tensor
@@ -25,8 +27,6 @@ from ..nn.kv_cache import KVCache, Past
 from ..nn.layers import Linear
 from ..nn.module import Blocks, Module, Parameter
 from ..tiling.model_tiling import ModelTiling
-from .config_checks import LARGEST_COUNT
-from .interface import ModelConfig
 
 _OF_DECODER: Final = ("decoder_tokens", "targets")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
-from .config_checks import choice, positive, switch
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .names import Names
-from .rotary import RopeScaling
-from .rotary_config import RotaryConfig
+from ..architecture.config_checks import choice, positive, switch
+from ..architecture.description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from ..architecture.names import Names
+from ..architecture.rotary import RopeScaling
+from ..architecture.rotary_config import RotaryConfig
 from .transformer import Transformer
 
 NAMES: Final = Names(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from .config_checks import count
+from ..architecture.config_checks import count
 from .llama import GatedConfig
 
 

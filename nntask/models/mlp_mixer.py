@@ -21,6 +21,9 @@ import numpy.typing as npt
 from scheduler import TaskRuntime
 from tiles import TileTensor
 
+from ..architecture.config_checks import ACTIVATIONS, check_divisible, choice, classes, count, depth, positive, probability
+from ..architecture.family_config import KeyedConfig
+from ..architecture.names import Names
 from ..errors import UsageError
 from ..nn import functional
 from ..nn.autograd import Tensor
@@ -29,10 +32,7 @@ from ..nn.initializers import constant, normal
 from ..nn.layers import Dropout, LayerNorm, Linear
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
-from .config_checks import ACTIVATIONS, check_divisible, choice, classes, count, depth, positive, probability
-from .family_config import KeyedConfig
 from .language import LanguageModel
-from .names import Names
 
 
 @dataclass(frozen=True, kw_only=True)

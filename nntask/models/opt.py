@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
+from ..architecture.config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
+from ..architecture.description import BlockShape, Description, HeadShape, NormShape, StackShape
+from ..architecture.family_config import KeyedConfig
+from ..architecture.foreign_keys import Only, Rules, Used, ignored, only
+from ..architecture.names import Names
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
-from .description import BlockShape, Description, HeadShape, NormShape, StackShape
-from .family_config import KeyedConfig
-from .foreign_keys import Only, Rules, Used, ignored, only
-from .names import Names
 
 FIRST_POSITION: Final = 2
 """Row of the first token in the table of positions."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Final
 
-from .config_checks import ACTIVATIONS, choice, positive, probability
-from .description import BlockShape, Description, HeadShape, NormShape, StackShape
-from .foreign_keys import Rules, off
+from ..architecture.config_checks import ACTIVATIONS, choice, positive, probability
+from ..architecture.description import BlockShape, Description, HeadShape, NormShape, StackShape
+from ..architecture.foreign_keys import Rules, off
+from ..architecture.names import Names
+from ..architecture.rotary_config import PartialRotaryConfig
 from .llama import NAMES
-from .names import Names
-from .rotary_config import PartialRotaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
+from ..architecture.config_checks import count, positive, probability, token
+from ..architecture.description import BlockShape
+from ..architecture.foreign_keys import Rules, ignored, off, only
+from ..architecture.names import Joined, Names
+from ..architecture.rotary_config import PartialRotaryConfig
 from ..errors import UsageError
-from .config_checks import count, positive, probability, token
-from .description import BlockShape
-from .foreign_keys import Rules, ignored, off, only
 from .llama import NAMES, GatedConfig
-from .names import Joined, Names
-from .rotary_config import PartialRotaryConfig
 
 _JOINED: Final = ("q", "k", "v", "gate", "up")
 _ORIGINAL, _ORIGINAL_LENGTH = "original_max_position_embeddings", 4096

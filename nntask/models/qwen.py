@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-from .config_checks import count, layer_kinds, switch
-from .description import AttentionShape
+from ..architecture.config_checks import count, layer_kinds, switch
+from ..architecture.description import AttentionShape
 from .llama import GatedConfig
 
 FULL: Final = "full_attention"

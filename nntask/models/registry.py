@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from scheduler import TaskRuntime
 
+from ..architecture.config_checks import check_object, config_values, shown
+from ..architecture.family_config import ModelConfig
 from ..errors import UsageError
 from ..tiling.model_tiling import ModelTiling
 from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, mlp_mixer, opt, phi, phi3, qwen, t5
-from .config_checks import check_object, config_values, shown
 from .gpt2 import GPT2, GPT2Config
-from .interface import ModelConfig
 from .language import LanguageModel
 from .llama import Llama, LlamaConfig
 from .transformer import Transformer

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .interface import ModelConfig
-from .rotary import Rotary
+from ..architecture.family_config import ModelConfig
+from ..architecture.rotary import Rotary
 
 
 def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:

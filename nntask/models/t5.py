@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
+from ..architecture.config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
+from ..architecture.description import BlockShape, Description, HeadShape, NormShape, RelativePositions, StackShape
+from ..architecture.family_config import KeyedConfig
+from ..architecture.foreign_keys import Alias, Rules, Used
+from ..architecture.names import Names
 from ..errors import UsageError
-from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
-from .description import BlockShape, Description, HeadShape, NormShape, RelativePositions, StackShape
-from .family_config import KeyedConfig
-from .foreign_keys import Alias, Rules, Used
-from .names import Names
 
 PROJECTIONS: Final = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}
 """Value of feed_forward_proj -> (name of the activation's kernel, whether there is a gate)."""

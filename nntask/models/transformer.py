@@ -16,6 +16,9 @@ from scheduler import TaskRuntime
 from tiles import TileTensor
 from tiles.ops import elementwise
 
+from ..architecture.description import HeadShape, StackShape
+from ..architecture.family_config import ModelConfig
+from ..architecture.rotary import Rotary
 from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks, RelativeBias
@@ -25,10 +28,7 @@ from ..nn.layers import Embedding
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .blocks import Angles, Block, Construction, ForwardPass
-from .description import HeadShape, StackShape
-from .interface import ModelConfig
 from .language import NO_EXTRAS, ExtraInputs, LanguageModel
-from .rotary import Rotary
 
 
 class Stack(Module):

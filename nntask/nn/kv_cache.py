@@ -24,7 +24,7 @@ from ..errors import UsageError
 from .autograd import Tensor
 
 if TYPE_CHECKING:
-    from ..models.interface import ModelConfig
+    from ..architecture.family_config import ModelConfig
     from ..tiling.model_tiling import ModelTiling
 
 

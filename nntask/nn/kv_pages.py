@@ -23,7 +23,7 @@ from tiles.ops import pages as page_ops
 from .kv_cache import EncoderPast, Past, layers_of
 
 if TYPE_CHECKING:
-    from ..models.interface import ModelConfig
+    from ..architecture.family_config import ModelConfig
     from ..tiling.model_tiling import ModelTiling
 
 _TILE_TOKENS: Final = 1024

@@ -13,9 +13,9 @@ from scheduler.machine import RecordedTask
 from scheduler.planning import AUTO, BLOCK, SUBMISSION
 
 from ..config.run_config import RunConfig
-from ..config.units import flag_size, rounded_up
 from ..hardware.imaginary import format_devices
 from ..hardware.machine_model import RAM, MachineModel
+from ..io.units import flag_size, rounded_up
 from .memory_fit import (
     TASKS_PER_WORK,
     capture,

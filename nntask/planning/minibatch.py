@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from ..architecture.family_config import ModelConfig
 from ..config.resolution import resolve
 from ..config.settings import TrainSettings, known
-from ..config.units import format_size
 from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import MachineSpec
-from ..models.interface import ModelConfig
+from ..io.units import format_size
 from ..tiling.model_tiling import divisors
 from .memory_fit import has_too_many_tasks, no_collections
 from .simulate import with_few_tasks

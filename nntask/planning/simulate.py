@@ -18,6 +18,7 @@ from scheduler.planning import PlannedOrder
 from scheduler.simulation import Simulation
 
 from ..adapters.lora import largest_rank
+from ..architecture.family_config import ModelConfig
 from ..config.objective import image_shape
 from ..config.resolution import resolve
 from ..config.run_config import LanguageRun, RunConfig
@@ -27,7 +28,6 @@ from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
 from ..hardware.machine_model import MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
-from ..models.interface import ModelConfig
 from ..models.registry import family_of
 from ..telemetry.explain import matching
 from ..tiling.model_tiling import default_tiling

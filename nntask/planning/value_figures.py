@@ -13,8 +13,8 @@ from typing import Any, Final
 from scheduler.planning import AUTO, NONE, PlannedOrder
 
 from ..config.run_config import LanguageRun
-from ..config.units import format_size
 from ..hardware.machine_model import MachineModel, pace_on
+from ..io.units import format_size
 from ..telemetry.columns import aligned
 
 HEAD: Final = ("value", "layers", "bytes", "recomputed", "moved", "kept", "s to recompute all", "s to move all, each way")

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from ..checkpoints.store import how_to_go_on
-from ..config.units import format_count, format_duration
 from ..errors import StorageError
 from ..io.atomic_write import written_aside
 from ..io.json_text import check_size
 from ..io.regular_file import open_text
+from ..io.units import format_count, format_duration
 from .step_record import StepRecord
 from .tensorboard import EventFile
 

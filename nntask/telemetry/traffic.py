@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..config.units import format_size
 from ..hardware.machine_model import DISK
+from ..io.units import format_size
 from .metrics import Totals
 
 LINKS: Final = 6

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from ..models.interface import ModelConfig
+    from ..architecture.family_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

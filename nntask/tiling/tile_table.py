@@ -18,10 +18,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..checkpoints.store import write_atomically
+from ..architecture.family_config import ModelConfig
 from ..errors import DataError, StorageError
+from ..io.atomic_write import write_atomically
 from ..io.regular_file import read_text
-from ..models.interface import ModelConfig
 from .model_tiling import ModelTiling
 
 _ROWS: Final = "tiling"

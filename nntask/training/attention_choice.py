@@ -22,13 +22,13 @@ from scheduler.planning import SUBMISSION, largest_device_bytes
 from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of, takes_heads
 
 from ..config.run_config import RunConfig
-from ..config.units import format_size
 from ..errors import StorageError
 from ..hardware.gpu_attention import AttentionSeconds, time_attention, why_not_cudnn
 from ..hardware.gpus import GpuPlan
 from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import with_cudnn
 from ..io.regular_file import read_text
+from ..io.units import format_size
 from ..planning.memory_fit import capture, no_collections, order_on
 from .run_directory import PLAN
 

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from tiles.kernels import kernel_versions
 
-from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
+from ..checkpoints.store import RUN_CONFIG, step_directories
 from ..config.resolution import RUNS, default_run_dir
 from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
-from ..io.atomic_write import fsync, make_directories
+from ..io.atomic_write import fsync, make_directories, write_atomically
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
 from ..telemetry.tensorboard import FOLDER

@@ -20,7 +20,6 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..config.run_config import LanguageRun, Length, RunConfig
 from ..config.settings import from_dict
 from ..config.toml import to_toml
-from ..config.units import format_size
 from ..data.batch import Cursor
 from ..data.dataset import Dataset
 from ..data.foreign_tokenizer import TOKENIZER_FILE
@@ -31,6 +30,7 @@ from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
 from ..hardware.machine_model import MachineModel
 from ..inference.samples import sample_prompt
+from ..io.units import format_size
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
 from ..planning.updater import Updater, told_updater

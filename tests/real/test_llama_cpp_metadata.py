@@ -17,13 +17,13 @@ from support.model_directories import write_model
 from support.transformers_oracle import hf_model
 from tokenizers import Tokenizer
 
+from nntask.architecture.rotary import RopeScaling
 from nntask.data.tokenizer import load_tokenizer
 from nntask.export import Conversion, Convertible, write_gguf
 from nntask.gguf.vocabulary import tokenizer_from
 from nntask.gguf.vocabulary_keys import keys_of
 from nntask.hf.model_directory import ModelDirectory
 from nntask.models.qwen import FULL, SLIDING
-from nntask.models.rotary import RopeScaling
 
 PROMPT, COUNT = [3, 1, 4] * 4, 9
 SIZE: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 64}

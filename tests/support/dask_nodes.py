@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nntask.architecture.family_config import ModelConfig
 from nntask.config.resolution import resolve
 from nntask.config.run_config import RunConfig
 from nntask.config.settings import TrainSettings
@@ -16,7 +17,6 @@ from nntask.data import Batch
 from nntask.data.objectives import random_batch
 from nntask.engine.recorded import RecordedEngine, outcome_of
 from nntask.models.gpt2 import GPT2Config
-from nntask.models.interface import ModelConfig
 from nntask.optim.sharded import data_shards
 from scheduler import Runtime
 from wrappers.dask.training.exchange import PeerComms

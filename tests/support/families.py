@@ -9,10 +9,10 @@ from typing import Any
 from support import gpt2_oracle, llama_oracle
 from support.llama_oracle import SCALINGS
 
+from nntask.architecture.names import Names
 from nntask.models import gpt2, llama
 from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.models.llama import Llama, LlamaConfig
-from nntask.models.names import Names
 from nntask.tiling.model_tiling import ModelTiling
 
 MIXED = LlamaConfig(

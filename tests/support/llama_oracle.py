@@ -8,8 +8,8 @@ import torch
 import transformers
 from support.gpt2_oracle import WIDE, gradients_of
 
+from nntask.architecture.rotary import RopeScaling
 from nntask.models.llama import NAMES, Llama, LlamaConfig
-from nntask.models.rotary import RopeScaling
 
 SCALINGS = [
     None,

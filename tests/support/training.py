@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from nntask.adapters.lora import LoRA, add_adapters
+from nntask.architecture.rotary import RopeScaling
 from nntask.engine.recorded import emit_training_step
 from nntask.hf.model_directory import ModelDirectory
 from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.models.llama import Llama, LlamaConfig
-from nntask.models.rotary import RopeScaling
 from nntask.optim.optimizers import AdamW, decay_groups
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime, TaskRuntime

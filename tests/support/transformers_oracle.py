@@ -11,6 +11,7 @@ import transformers
 from support.gpt2_oracle import WIDE, gradients_of
 
 from nntask import no_grad
+from nntask.architecture.rotary import RopeScaling
 from nntask.models.bert import BertConfig, RobertaConfig
 from nntask.models.gemma import Gemma2Config, Gemma3Config
 from nntask.models.gpt2 import GPT2Config
@@ -23,7 +24,6 @@ from nntask.models.phi import PhiConfig
 from nntask.models.phi3 import Phi3Config
 from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
 from nntask.models.registry import build
-from nntask.models.rotary import RopeScaling
 from nntask.models.t5 import T5Config
 from nntask.tiling.model_tiling import ModelTiling
 

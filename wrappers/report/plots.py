@@ -14,7 +14,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, CustomJSTickFormatter, FixedTicker, HoverTool, Range1d, Span
 from bokeh.plotting import figure
 
-from nntask.config import format_size
+from nntask.io import format_size
 
 from .figures import Achieved, CodeletRow, Gantt, LinkTraffic, Memory, Point, WorkerTime
 from .records import Bar

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nntask.config import format_size
+from nntask.io import format_size
 from nntask.planning import HEAD, cells, headline
 from nntask.telemetry import recomputed_line
 

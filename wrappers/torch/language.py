@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nntask import UsageError
-from nntask.config import LARGEST
+from nntask.io import LARGEST
 
 from .calls import recomputing
 from .weights import empty_parameters

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from nntask import UsageError
-from nntask.config import parse_size
 from nntask.hardware import MachineSpec
+from nntask.io import parse_size
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from nntask.checkpoints import Checkpoint
-from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, parse_size, resolve_untiled
+from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, resolve_untiled
 from nntask.hardware import FlopCounts, MachineModel, check_budgets, devices_of, reuse_freed_memory, this_machine, with_budgets
+from nntask.io import parse_size
 from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, thriftiest_needs
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime

@@ -14,12 +14,12 @@ import transformers
 from support.published_configs import PUBLISHED
 from support.transformers_oracle import CONFIGS, hf_logits, hf_model, our_logits, our_model, tiles
 
+from nntask.architecture.foreign_keys import Alias, Ignored
 from nntask.config.objective import with_objective
 from nntask.config.settings import TrainSettings
 from nntask.config.validation import checked_length
 from nntask.errors import UsageError
 from nntask.inference.generation_keys import GENERATION_KEYS, check_generation, generation_notes
-from nntask.models.foreign_keys import Alias, Ignored
 from nntask.models.registry import FAMILIES, config_from_dict, config_notes
 from scheduler import InlineRuntime
 

@@ -16,6 +16,7 @@ from support.model_directories import write_model
 from support.tokenizers_of_others import llama3
 from support.transformers_oracle import CONFIGS, hf_model
 
+from nntask.architecture.rotary import RopeScaling
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, NntaskError, UsageError
 from nntask.export import Conversion, Convertible
@@ -27,7 +28,6 @@ from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.pretrained import ModelSource
 from nntask.models.qwen import FULL, SLIDING
 from nntask.models.registry import config_from_dict
-from nntask.models.rotary import RopeScaling
 from nntask.models.same_model import is_same_model
 from wrappers.cli import main
 

@@ -17,11 +17,11 @@ from support.gguf_oracle import FAMILIES, expressible, greedy, of_transformers, 
 from support.model_directories import write_model
 from support.transformers_oracle import CONFIGS, hf_model, tiles
 
+from nntask.architecture.rotary import RopeScaling
 from nntask.errors import DoesNotFit, UsageError
 from nntask.export import Conversion, Convertible, write_gguf, write_quantised
 from nntask.hf.model_directory import ModelDirectory
 from nntask.models.gpt2 import GPT2Config
-from nntask.models.rotary import RopeScaling
 from nntask.tiling.model_tiling import ModelTiling
 from wrappers.cli import main
 

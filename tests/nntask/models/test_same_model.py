@@ -10,9 +10,9 @@ import pytest
 from support.gguf_oracle import FAMILIES, expressible, wide
 from support.transformers_oracle import CONFIGS, hf_model
 
+from nntask.architecture.rotary import RopeScaling
 from nntask.export import Conversion, Convertible, write_gguf
 from nntask.hf.model_directory import ModelDirectory
-from nntask.models.rotary import RopeScaling
 from nntask.models.same_model import differing_keys, is_same_model
 
 

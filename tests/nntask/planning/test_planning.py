@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from nntask.config.resolution import resolve
 from nntask.config.settings import CheckpointSettings, ModelSettings, ResourceSettings, TilingSettings, TrainSettings
-from nntask.config.units import format_least, parse_size
 from nntask.errors import DoesNotFit, UsageError
 from nntask.hardware import machine_spec
 from nntask.hardware.imaginary import LARGEST_SHARE, format_devices, imaginary_machine, parse_devices
 from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.runtimes import open_runtime
+from nntask.io.units import format_least, parse_size
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import fit_advice, memory_fit
 from nntask.planning import simulate as planning

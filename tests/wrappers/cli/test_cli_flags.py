@@ -13,8 +13,8 @@ from nntask.config.old_settings import OLD_SETTINGS
 from nntask.config.resolution import filled
 from nntask.config.settings import EXPERT, SUFFIXES, TrainSettings, typed
 from nntask.config.toml import to_toml
-from nntask.config.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.errors import UsageError
+from nntask.io.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.models.registry import PRESETS
 from wrappers.cli import main
 from wrappers.cli.options.flags import build, from_toml, merge, scan, table_of

@@ -15,10 +15,10 @@ from support.model_directories import TEXT, write_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 
-from nntask.config.units import flag_size, parse_size
 from nntask.data import load_tokenizer
 from nntask.data.tokenizer import BpeTokenizer, ByteTokenizer, train_bpe
 from nntask.inference.pretrained import TextIds
+from nntask.io.units import flag_size, parse_size
 from nntask.models.gpt2 import GPT2Config
 from wrappers.cli import main
 from wrappers.cli.commands import perplexity

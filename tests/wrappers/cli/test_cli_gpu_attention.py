@@ -19,10 +19,10 @@ from support.strict_cuda import rehearsed
 from support.strict_cudnn import StrictCudnn
 from support.transformers_oracle import CONFIGS
 
-from nntask.config.units import parse_size
 from nntask.hardware import gpu_attention
 from nntask.hardware.gpu_attention import gpus_with_cudnn
 from nntask.hardware.gpus import GpuPlan
+from nntask.io.units import parse_size
 from scheduler.drivers.cuda_cupy import GpuFacts
 from tiles.kernels import CudaDevice, WholeShape, attention_seconds
 from wrappers.cli import main

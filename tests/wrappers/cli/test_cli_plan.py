@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.commands import refuse
 
-from nntask.config.units import parse_size
+from nntask.io.units import parse_size
 from tiles.kernels.cpu.onednn import library as onednn
 from wrappers.cli import main
 from wrappers.cli.bench import BENCHMARKS

@@ -20,8 +20,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
+    from nntask.architecture import ModelConfig
     from nntask.config import TrainSettings
-    from nntask.models import ModelConfig
     from scheduler.machine import RecordedTask, StepPlan
 
 COLD_BYTES: Final = 96 << 20

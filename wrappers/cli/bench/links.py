@@ -44,8 +44,8 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
         StorageError: the directory cannot be written, or the disk is full.
     """
     from nntask import DoesNotFit, StorageError, UsageError
-    from nntask.config import parse_size
     from nntask.hardware import DISK, RAM, free_bytes
+    from nntask.io import parse_size
     from nntask.training import check_tier_directory
     from scheduler import Shortage
     from scheduler.storage import memory_limit
@@ -80,7 +80,8 @@ def _directory_of(text: str) -> Path | None:
         UsageError: it has a size, or is only a size.
     """
     from nntask import UsageError
-    from nntask.config import disk_of, is_size
+    from nntask.config import disk_of
+    from nntask.io import is_size
 
     try:
         disk = disk_of(text)

@@ -14,10 +14,10 @@ from ..options.help import parse
 from ..options.runtime_flags import open_source
 
 if TYPE_CHECKING:
+    from nntask.architecture import ModelConfig
     from nntask.config import ResourceSettings, RunConfig, TrainSettings
     from nntask.hardware import MachineSpec
     from nntask.inference import ModelSource
-    from nntask.models import ModelConfig
     from nntask.training import Comparison
 
 DIFFERENT: Final = 1
@@ -89,7 +89,7 @@ def _check(settings: CompareSettings) -> None:
         UsageError: the first value that breaks its rule.
     """
     from nntask import UsageError
-    from nntask.config import LARGEST, parse_size
+    from nntask.io import LARGEST, parse_size
 
     if settings.a == settings.b:
         other = "sim" if settings.a == "cpu" else "cpu"

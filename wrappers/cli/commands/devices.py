@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nntask.config import format_size
+from nntask.io import format_size
 
 from ..options.help import parse
 

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     """Write the directory or file and print its contents; returns 0."""
     settings, words = parse(ExportSettings, argv, "nntask export", words=("RUN", "DIR"))
     from nntask.checkpoints import find_checkpoint
-    from nntask.config import parse_size
+    from nntask.io import parse_size
 
     target = Path(words[1])
     _check_name(settings, target)
@@ -92,8 +92,8 @@ def _check_adapters(settings: ExportSettings, checkpoint: Checkpoint) -> None:
 def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> int:
     """Write the checkpoint's weights or optimizer state to a file and print its size; returns 0."""
     from nntask import UsageError
-    from nntask.config import format_size
     from nntask.export import export_state
+    from nntask.io import format_size
 
     assert settings.format in ("weights", "optimizer")
     for flag, value in (("--merge", settings.merge), (f"--shard-size {settings.shard_size}", settings.shard_size)):
@@ -108,8 +108,9 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
 
 def _directory(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer | None, target: Path, shard_nbytes: int) -> int:
     """Write a model directory, or one with adapters, and print its contents; returns 0."""
-    from nntask.config import format_size, image_shape
+    from nntask.config import image_shape
     from nntask.export import export, export_adapters
+    from nntask.io import format_size
 
     as_adapters = checkpoint.state.get("base") is not None and not settings.merge
     if as_adapters:
@@ -127,8 +128,8 @@ def _directory(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Toke
 def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer | None, target: Path) -> int:
     """Write a GGUF file and print its size; returns 0."""
     from nntask import UsageError
-    from nntask.config import format_size
     from nntask.export import Conversion, Convertible, write_gguf
+    from nntask.io import format_size
 
     if settings.shard_size:
         raise UsageError(f"{settings.shard_size} is about directories, and a GGUF file is one; drop it", flag="--shard-size")

@@ -173,8 +173,9 @@ def check(asked: TextSettings) -> None:
         UsageError: the first value that breaks its rule.
     """
     from nntask import UsageError
-    from nntask.config import LARGEST, check_prompt
+    from nntask.config import check_prompt
     from nntask.inference import STEEPEST
+    from nntask.io import LARGEST
 
     rules = (
         ("--batch", asked.batch, asked.batch >= 1, "at least 1", "1"),

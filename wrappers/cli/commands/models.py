@@ -111,7 +111,7 @@ def step_of(name: str) -> dict[str, Any]:
 
 def _list(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield families with their presets."""
-    from nntask.config import format_size
+    from nntask.io import format_size
 
     yield f"State: weight, gradient and both moments of AdamW in fp32, {STATE_BYTES} bytes a parameter; nntask models NAME plans a step."
     width = max((len(name) for facts in found.values() for name in facts["presets"]), default=0)
@@ -124,7 +124,7 @@ def _list(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the figures of a preset as lines of text."""
-    from nntask.config import format_least, format_size
+    from nntask.io import format_least, format_size
 
     yield f"family              {figures['model_type']}: {', '.join(figures['classes'])}; learns {', '.join(figures['objectives'])}"
     yield f"parameters          {figures['parameters']:,}"

@@ -176,7 +176,7 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the plan as lines of text."""
-    from nntask.config import format_size
+    from nntask.io import format_size
     from nntask.planning import told_updater
 
     yield f"parameters          {figures['parameters']:,}"
@@ -218,7 +218,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _orders(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the memory outside the budget, the forecast of each order, and the library for attention."""
-    from nntask.config import format_size
+    from nntask.io import format_size
 
     if (outside := figures.get("outside_budget_bytes")) is not None:
         beside = f"up to {format_size(outside['beside'])} of recorded steps and kernels' working memory"
@@ -262,8 +262,8 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
 
 def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the budget of each memory, its minimum and its largest use."""
-    from nntask.config import format_least, format_size
     from nntask.hardware import BOUNDLESS, DISK
+    from nntask.io import format_least, format_size
 
     least = figures["minimum_budget_bytes"]
     for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
@@ -279,7 +279,7 @@ def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the library that computes attention on GPUs, unless it is nntask alone."""
-    from nntask.config import format_size
+    from nntask.io import format_size
     from tiles.kernels import ATTENTION_WORKSPACE_NBYTES
 
     size = format_size(ATTENTION_WORKSPACE_NBYTES)

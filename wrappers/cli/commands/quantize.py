@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
     """Write the file or the directory, and print sizes and the tensors that were left as they are; returns 0."""
     settings, words = parse(QuantizeSettings, argv, "nntask quantize", words=("MODEL", "OUT"))
     from nntask import UsageError
-    from nntask.config import format_size, parse_size
     from nntask.export import Conversion, Convertible, write_gguf, write_quantised
+    from nntask.io import format_size, parse_size
 
     keep = tuple(each.strip() for each in settings.keep.split(",") if each.strip())
     for flag, value in {"--embeddings": settings.embeddings, "--head": settings.head}.items():

@@ -111,7 +111,7 @@ def check(asked: ServerSettings) -> None:
         UsageError: the first value that breaks its rule, or the packages are not there.
     """
     from nntask import UsageError
-    from nntask.config import LARGEST, parse_size
+    from nntask.io import LARGEST, parse_size
 
     rules = (
         ("--port", asked.port, 0 <= asked.port < 1 << 16, "from 0 to 65535", "0" if asked.port < 0 else "65535"),
@@ -160,8 +160,8 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> ChatProcess | None
         DataError: --chat-template cannot be used.
     """
     from nntask import DataError
-    from nntask.config import parse_size
     from nntask.data import ChatProcess, ChatSource, template_notes
+    from nntask.io import parse_size
 
     try:
         source = ChatSource.of(ids.tokenizer, asked.chat_template)
@@ -201,7 +201,7 @@ def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, 
     """Return the served model with the settings of the server."""
     import time
 
-    from nntask.config import parse_size
+    from nntask.io import parse_size
     from wrappers.serve.app import Service
     from wrappers.serve.loopback import listens_locally
 

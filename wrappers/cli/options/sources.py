@@ -14,10 +14,10 @@ from ..output import complain
 from .flags import FileEntry, Flag, Table, build, from_toml, merge, scan, table_of, values_of
 
 if TYPE_CHECKING:
+    from nntask.architecture import ModelConfig
     from nntask.checkpoints import Checkpoint
     from nntask.config import InitialModel, TrainSettings
     from nntask.hardware import MachineSpec
-    from nntask.models import ModelConfig
 
 CONFIG: Final = "config"
 _ASKED_ANEW: Final = ("cluster", "observe")
@@ -263,8 +263,8 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     import difflib
 
     from nntask import PRESETS, UsageError
+    from nntask.architecture import config_values
     from nntask.config import TINY, brings_config, initial_model, with_head
-    from nntask.models import config_values
 
     model = settings.model
     config: ModelConfig

@@ -19,7 +19,8 @@ from dask import config
 from dask.callbacks import local_callbacks
 
 from nntask import UsageError
-from nntask.config import disk_of, parse_size
+from nntask.config import disk_of
+from nntask.io import parse_size
 from scheduler import usable_cores
 from scheduler.storage import DiskTier, memory_budgets
 

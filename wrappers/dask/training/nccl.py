@@ -17,8 +17,9 @@ from time import monotonic
 from typing import Final
 
 from nntask import ClusterError, DoesNotFit, UsageError
-from nntask.config import check_plain, format_size
+from nntask.config import check_plain
 from nntask.hardware import GpuPlan, open_nccl
+from nntask.io import format_size
 from scheduler import DoesNotFit as NoRoom
 from scheduler import Shortage
 from scheduler.drivers import CupyNccl, UniqueId

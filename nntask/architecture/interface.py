@@ -1,13 +1,11 @@
-"""Interfaces of model configs: the properties that a run needs of any language model, and `ModelConfig`, the base of those with tiles.
+"""Interface of model configs: the properties that a run needs of any language model.
 
-`registry` lists the families whose models have tiles. Models without tiles come from other packages, with configs of their own.
+Models with tiles have configs derived from `family_config.ModelConfig`. Models without tiles come from other packages, with configs of their own.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
-
-from .family_config import ModelConfig as ModelConfig  # a part of this module's names
 
 
 class LanguageConfig(Protocol):

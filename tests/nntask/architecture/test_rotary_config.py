@@ -9,10 +9,10 @@ import transformers
 from support.llama_oracle import frequencies
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nntask.architecture.rotary import RopeScaling
 from nntask.errors import UsageError
 from nntask.models.llama import LlamaConfig
 from nntask.models.registry import config_from_dict
-from nntask.models.rotary import RopeScaling
 
 SMALL = {
     "vocab_size": 128256,
