@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..architecture.family_config import ModelConfig
 from ..architecture.interface import LanguageConfig
@@ -25,6 +24,7 @@ from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
+from .frozen_weights import frozen_base_to_start_from
 from .init_from import InitialModel, brings_config, initial_model, model_path
 from .objective import objective_of, with_objective
 from .run_config import (

@@ -12,40 +12,32 @@ from math import inf
 from time import monotonic
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import Runtime, Step, TaskRuntime, Ticket, contribution
+from scheduler import Runtime, Step, Ticket, contribution
 from scheduler.planning import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 
-from ..adapters.lora import add_adapters
-from ..config.run_config import ModelSpec, OptimizerSpec, RunConfig
+from ..config.run_config import OptimizerSpec, RunConfig
 from ..data.batch import Batch
 from ..data.dataset import Dataset
 from ..data.objectives import Objective
+from ..data.tokenizer import Tokenizer
 from ..hardware.allocator import give_back_freed
 from ..hardware.flops import known_gemm_peak
 from ..hardware.gpus import gpu_peak
-from ..inference.samples import sample_text
 from ..models.language import LanguageModel
-from ..models.registry import build
 from ..nn.autograd import accumulation, no_grad
 from ..optim.optimizers import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
 from ..optim.sharded import DataShard, Exchange, Transport
 from .interface import Outcome
-
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "fp32": np.dtype(np.float32),
-    "tf32": np.dtype(np.float32),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp64": np.dtype(np.float64),
-}
-
+from .models import build_model
 
 Inputs = Mapping[str, Any]
 """A `TileTensor` for each array of a batch, by its name."""
+Sampler = Callable[[RunConfig, LanguageModel, Runtime, Tokenizer | None, int, Callable[[], bool]], str]
+"""Function that returns a sample of a trained model (`nntask.inference.sample_text`)."""
 FREED_SECONDS: Final = 5.0
 """Interval at which freed memory is returned to the system if memory is short. Returning it takes up to 25 ms. Without it, GPT-2 small in an eighth
 of the memory it needs had 140 MB of holes between allocations in use after three steps, and 110 MB after one step of half a minute."""
@@ -65,26 +57,6 @@ class _InferenceStep:
             tensor.write(batch.arrays[name])
         value: npt.NDArray[Any] = self.step.replay().read(self.output)
         return value
-
-
-def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> LanguageModel:
-    """Build a model, with adapters if the spec has some.
-
-    Args:
-        fill: whether to emit the tasks that write the first weights; False for weights that are loaded. Adapters are always written.
-    """
-    model = build(
-        spec.config,
-        spec.tiling,
-        runtime,
-        dtype=DTYPES[spec.dtype],
-        seed=spec.seed if fill else None,
-        flash=spec.flash,
-        library=spec.library,
-    )
-    if spec.adapters is not None:
-        add_adapters(model, spec.adapters, seed=spec.seed)
-    return model
 
 
 def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles | None = None, *, on_cpu: bool = False) -> Optimizer:
@@ -218,6 +190,7 @@ class RecordedEngine(Inference):
         model: model to train; None to build a new one.
         shard: shard of a step that this node computes; None for the whole step.
         transport: connection to the other nodes, if there are any.
+        sampler: function of the run, the model, its runtime and the arguments of `sample` that returns a text; None if nothing samples it.
     """
 
     def __init__(
@@ -227,9 +200,10 @@ class RecordedEngine(Inference):
         model: LanguageModel | None = None,
         shard: DataShard | None = None,
         transport: Transport | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len, run.data.objective)
-        self.run = run
+        self.run, self._sampler = run, sampler
         self.exchange: Exchange | None = None
         if shard is not None and transport is not None:
             self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport)
@@ -278,8 +252,9 @@ class RecordedEngine(Inference):
         self.optimizer.reset()
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
-        """Return the text that a run prints at its end, from `sample_text`."""
-        return sample_text(self.run, self.model, self.runtime, dataset.tokenizer, length, stopped)
+        """Return the text that a run prints at its end."""
+        assert self._sampler is not None, "the engine has no sampler"
+        return self._sampler(self.run, self.model, self.runtime, dataset.tokenizer, length, stopped)
 
     def start(self, step: int, lr: float, batch: Batch) -> InFlight:
         """Begin optimizer step `step` (from 1) on a whole batch, or on this node's sequences of it. Return at once while fewer than two steps are in

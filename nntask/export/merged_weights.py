@@ -18,12 +18,12 @@ import numpy.typing as npt
 from scheduler import CapturingRuntime, InlineRuntime
 from tiles import TileTensor
 
-from ..adapters.frozen_base import frozen_base_of
 from ..adapters.lora import adapted, adapter_factors, is_factor, merge_dtype, merged
 from ..checkpoints.store import MODEL, STATE, Checkpoint
+from ..config.frozen_weights import frozen_base_of
 from ..config.resolution import model_spec
 from ..config.settings import TrainSettings, from_dict
-from ..engine.recorded import build_model
+from ..engine.models import build_model
 from ..io.block_ranges import BlockRange
 from ..io.safetensors_file import TensorFile
 from ..io.strided_ranges import Rows

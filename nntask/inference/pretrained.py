@@ -18,10 +18,10 @@ from scheduler import TaskRuntime
 from tiles import QuantisedTensor
 from tiles.kernels import load_block_loops
 
-from ..adapters.frozen_base import frozen_base_of
 from ..architecture.config_checks import LARGEST_COUNT
 from ..architecture.family_config import ModelConfig
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
+from ..config.frozen_weights import frozen_base_of
 from ..config.resolution import model_spec
 from ..config.settings import TrainSettings, from_dict, known
 from ..data.encoding import RowEncoder, conversation_ids
@@ -29,7 +29,7 @@ from ..data.foreign_tokenizer import has_tokenizer, other_way
 from ..data.known_ids import unknown
 from ..data.special_tokens import CHAT_TEMPLATE, GENERATION
 from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from ..engine.recorded import build_model
+from ..engine.models import build_model, load_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, block_sizes, read_config, read_values, stored_ranges
@@ -38,7 +38,6 @@ from ..io.regular_file import read_text
 from ..models.language import LanguageModel
 from ..models.registry import config_notes
 from ..tiling.model_tiling import ModelTiling
-from ..training.initial_weights import load_model
 from .generation_keys import check_generation, generation_notes
 from .samples import begins_as_rows
 

@@ -16,10 +16,10 @@ from scheduler import Runtime
 from ..data.batch import Batch
 from ..data.token_file import TokenFile
 from ..data.tokenizer import Tokenizer
+from ..engine.evaluation import Evaluation, evaluate
 from ..engine.recorded import Inference
 from ..errors import DataError, Diverged
 from ..tiling.model_tiling import default_tiling
-from ..training.evaluation import Evaluation, evaluate
 from .pretrained import ModelSource
 
 

@@ -33,7 +33,8 @@ from tiles import TileTensor
 from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import base_tensors
 from ..config.run_config import LanguageRun, RunConfig
-from ..engine.recorded import build_model, build_optimizer, emit_training_step
+from ..engine.models import build_model
+from ..engine.recorded import build_optimizer, emit_training_step
 from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets

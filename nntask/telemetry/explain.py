@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from scheduler import Runtime
 from scheduler.machine import Candidate, Placement, WorkerId
 
 from ..errors import UsageError
-from ..planning.value_figures import headline, value_lines
 from .columns import aligned
 
 PLACEMENTS: Final = 3
@@ -25,11 +24,11 @@ class Explainer:
 
     Args:
         wanted: names of tasks from `matching`; nothing is printed if it is empty.
-        planned: figures of the plan from `order_figures`.
+        planned: lines about the decisions on values.
         say: function that prints a text.
     """
 
-    def __init__(self, runtime: Runtime, wanted: Collection[str], planned: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(self, runtime: Runtime, wanted: Collection[str], planned: Sequence[str], say: Callable[[str], None]) -> None:
         self._runtime, self._wanted, self._planned, self._say = runtime, wanted, planned, say
         self._placements: Sequence[Placement] | None = None
         self._num_told = 0
@@ -40,7 +39,7 @@ class Explainer:
             return
         if self._placements is None:
             self._placements = self._runtime.explain(self._wanted, PLACEMENTS)
-            self._say("\n".join([f"recomputed instead of kept: {headline(self._planned)}", *value_lines(self._planned)]))
+            self._say("\n".join(self._planned))
         for placement in self._placements[self._num_told :]:
             self._num_told += 1
             self._say(table(placement, self._num_told, self._runtime.policy_name, self._runtime.worker_names))

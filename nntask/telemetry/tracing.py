@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from scheduler import Runtime, SchedulerError, Step
 from scheduler.machine import Ran, StepPlan
@@ -26,7 +26,9 @@ from scheduler.machine import Ran, StepPlan
 from ..config.run_config import LanguageRun
 from ..errors import StorageError
 from ..io.atomic_write import written_aside
-from ..training.run_directory import TRACE
+
+TRACE: Final = "trace.json.gz"
+"""Default name of the file in the directory of a run."""
 
 
 class Tracer:

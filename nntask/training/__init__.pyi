@@ -3,7 +3,7 @@ from .compare import Comparison, run_side_by_side
 from .initial_weights import model_to_start_from
 from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
 from .run import AroundTraining, train, train_untiled
-from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE, machine_of, newest_run, write_machine, write_plan
+from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, machine_of, newest_run, write_machine, write_plan
 from .session import Opened, Session
 from .signals import Interrupts
 
@@ -14,7 +14,6 @@ __all__ = [
     "NODES",
     "PLAN",
     "SUMMARY",
-    "TRACE",
     "AroundTraining",
     "Comparison",
     "Interrupts",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..data.sampler import in_order
+from ..engine.evaluation import Evaluation, evaluate
 from ..telemetry.metrics import Journal
 from ..telemetry.traffic import is_worth_telling, traffic_report
-from .evaluation import Evaluation, evaluate
 from .run_directory import summary_of, write_summary
 from .session import Session
 

@@ -5,22 +5,17 @@ Weights of a model directory, and frozen weights of a model with adapters, are r
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from scheduler import TaskRuntime
 from tiles import TileTensor
 
-from ..adapters.frozen_base import FrozenBase, frozen_base_of
 from ..adapters.lora import is_factor
-from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
-from ..config.resolution import dtype_of
-from ..config.run_config import ModelSpec, RunConfig, Start
-from ..config.settings import from_dict
+from ..checkpoints.store import MODEL, OPTIMIZER
+from ..config.run_config import RunConfig, Start
 from ..engine.interface import Trained
-from ..engine.recorded import DTYPES, build_model
-from ..errors import UsageError
+from ..engine.models import build_model, model_beside
 from ..hf.model_directory import ModelDirectory
 from ..io.safetensors_file import TensorFile, load_tensors
 from ..models.language import LanguageModel
@@ -88,46 +83,11 @@ def model_to_start_from(run: RunConfig, runtime: TaskRuntime) -> LanguageModel |
     """Return the model of a run that starts from files, with each tile read at its first use; None if a new run starts from no files."""
     start = run.start
     if start.frozen_base is not None:
-        return _beside(start.frozen_base, run.model, runtime)
+        return model_beside(start.frozen_base, run.model, runtime)
     if start.directory is None:
         return None
     model = build_model(run.model, runtime, fill=False)
     directory, tensors = ModelDirectory.open(start.directory, run.model.config), model.tensors()
     directory.attach(tensors)
     model.fill(directory.new({name: tensor.shape for name, tensor in tensors.items()}), run.model.seed)
-    return model
-
-
-def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *, read: bool = True) -> LanguageModel:
-    """Return the model of a checkpoint, with its adapters and their frozen weights, for inference.
-
-    Args:
-        spec: specification of its run's model, whose element type may be another.
-        read: whether the checkpoint's own weights are read.
-
-    Raises:
-        DataError: the checkpoint is broken, or the frozen weights of its adapters are missing or changed.
-        UsageError: `spec` has a finer element type than the one in which the adapters were trained.
-    """
-    frozen_base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
-    trained, asked = DTYPES[dtype_of(stored.model.dtype)], DTYPES[spec.dtype]
-    if frozen_base is not None and asked.itemsize > trained.itemsize:
-        raise UsageError(
-            f"{checkpoint.path} holds adapters for weights in {trained.name}, and reading these in {asked.name} changes their values; "
-            f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"
-        )
-    if frozen_base is None:
-        checkpoint.check_size()
-        model = build_model(spec, runtime, fill=False)
-    else:
-        model = _beside(frozen_base, spec, runtime)
-    if read:
-        checkpoint.load(model.trained_tensors(), exact=False)  # a text may be scored in another type than it was trained in
-    return model
-
-
-def _beside(frozen_base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
-    """Return a model with untrained adapters and the frozen weights of `frozen_base`."""
-    model = build_model(spec, runtime, fill=frozen_base.kind == "seed")
-    model.fill(frozen_base.attach(model), spec.seed)
     return model

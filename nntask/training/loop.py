@@ -21,11 +21,11 @@ from ..config.run_config import Saving
 from ..data.batch import Batch, Cursor
 from ..data.sampler import BatchStream
 from ..data.tokenizer import Tokenizer
+from ..engine.evaluation import Evaluation
 from ..engine.interface import Counters, Engine, Pending
 from ..errors import DataError, Diverged
 from ..telemetry.metrics import Journal, Meter, StepPrinter, step_line
 from ..telemetry.step_record import StepRecord
-from .evaluation import Evaluation
 from .signals import Interrupts
 
 

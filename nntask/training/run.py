@@ -24,9 +24,10 @@ from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
+from ..inference.samples import sample_text
 from ..planning.memory_fit import capture, fitting_order
 from ..planning.updater import Updater, choose_updater
-from ..planning.value_figures import order_figures
+from ..planning.value_figures import headline, order_figures, value_lines
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
@@ -119,7 +120,7 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
 
     @contextmanager
     def open_on(runtime: Runtime) -> Iterator[Opened]:
-        engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime))
+        engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime), sampler=sample_text)
         counts = counts_of(run, engine)
         yield Opened(engine, counts, partial(about_tiled, run, engine, runtime.gpus, known.by_update))
 
@@ -194,7 +195,8 @@ def _here(
             stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
             session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
             begin(session, lock, opened.about, foreseen.order, foreseen.planned)
-            tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, foreseen.planned, printer.say)
+            decisions = [f"recomputed instead of kept: {headline(foreseen.planned)}", *value_lines(foreseen.planned)]
+            tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, decisions, printer.say)
 
             def on_step(step: int | None) -> None:
                 tracer.on_step(step)

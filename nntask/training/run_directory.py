@@ -25,6 +25,7 @@ from ..io.atomic_write import fsync, make_directories, write_atomically
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
 from ..telemetry.tensorboard import FOLDER
+from ..telemetry.tracing import TRACE
 from .run_lock import LOCK
 
 CONFIG: Final = RUN_CONFIG
@@ -37,7 +38,6 @@ _OF_TORCH: Final = ("torch", "transformers")
 _OF_CUDNN: Final = ("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NODES: Final = "nodes"
 """Directory of a run on a cluster that has a directory for each node, with the node's metrics.jsonl and machine.json."""
-TRACE: Final = "trace.json.gz"
 """Default file for the steps of --trace-steps."""
 
 

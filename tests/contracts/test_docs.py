@@ -24,9 +24,9 @@ from nntask.config.environment import VARIABLES
 from nntask.config.settings import SUFFIXES, TrainSettings
 from nntask.data.dataset import DATASETS
 from nntask.data.row_keys import ROW_KEYS
+from nntask.engine.evaluation import Evaluation
 from nntask.models.registry import FAMILIES
 from nntask.telemetry.metrics import StepRecord
-from nntask.training.evaluation import Evaluation
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.options.flags import table_of
 

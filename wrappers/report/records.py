@@ -28,8 +28,8 @@ from nntask import DataError, UsageError
 from nntask.config import SUFFIXES
 from nntask.io import check_size, read_bytes, read_object, read_text
 from nntask.planning import cells, headline
-from nntask.telemetry import read_metrics
-from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE
+from nntask.telemetry import TRACE, read_metrics
+from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY
 from scheduler.machine import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))

@@ -13,7 +13,8 @@ from nntask.config.settings import ModelSettings, TilingSettings
 from nntask.data import Batch, Cursor, Objective, random_batch
 from nntask.data.objectives import ImageShape, factor_of
 from nntask.data.sampler import with_factor
-from nntask.engine.recorded import RecordedEngine, build_model, emit_training_step
+from nntask.engine.models import build_model
+from nntask.engine.recorded import RecordedEngine, emit_training_step
 from nntask.errors import UsageError
 from nntask.models.gpt2 import GPT2
 from nntask.models.registry import PRESETS

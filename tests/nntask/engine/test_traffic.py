@@ -38,10 +38,6 @@ TILING = ModelTiling(minibatch_tile=1, seq_tile=17, embd_tile=64, inner_tile=64,
 """Activations of more than a page, so that minibatches are recognised and each has a device of its own."""
 
 
-ALL_KEPT = {"recompute": "none", "recompute_is_given": False, "values": [], "forecast_bytes": {}}
-"""Figures of a step that fits (`nntask.planning.order_figures`)."""
-
-
 class Trained(NamedTuple):
     """A journal, and what the runtime counted meanwhile.
 
@@ -67,7 +63,7 @@ def run(folder: Path, runtime: Runtime, explain: Collection[str] = ()) -> Traine
     engine = RecordedEngine(run, runtime)
     out = io.StringIO()
     printer = StepPrinter(out)
-    explainer = Explainer(runtime, explain, ALL_KEPT, printer.say)
+    explainer = Explainer(runtime, explain, ["recomputed instead of kept: none: everything fits"], printer.say)
     runtime.wait()
     journal = Journal(folder / "metrics.jsonl", 0)
     plan = LoopPlan(STEPS, 0, lambda step: 1e-3, Saving(0, False, 2), 0, False, 1e6, 1e9)

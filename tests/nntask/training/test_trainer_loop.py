@@ -16,11 +16,11 @@ from nntask.checkpoints.store import find_checkpoint, step_directories
 from nntask.config.run_config import Saving
 from nntask.data import BatchStream, Cursor, TokenFile
 from nntask.data.sampler import Windows
+from nntask.engine.evaluation import evaluate
 from nntask.engine.interface import Outcome
 from nntask.errors import Diverged, StorageError
 from nntask.telemetry.metrics import Journal, StepPrinter, Totals, around, read_metrics, step_line
 from nntask.telemetry.step_record import StepRecord
-from nntask.training.evaluation import evaluate
 from nntask.training.loop import Hooks, Loop, LoopPlan, Saver
 from nntask.training.run_directory import summary_of, write_summary
 from nntask.training.signals import REPETITION_SECONDS, Interrupts

@@ -24,8 +24,8 @@ from support.transformers_oracle import CONFIGS, hf_logits, hf_model, our_logits
 from nntask.checkpoints.store import find_checkpoint
 from nntask.config.resolution import model_spec
 from nntask.config.settings import from_dict
+from nntask.engine.models import load_model
 from nntask.tiling.model_tiling import ModelTiling
-from nntask.training.initial_weights import load_model
 from scheduler import InlineRuntime
 from wrappers.cli import main
 

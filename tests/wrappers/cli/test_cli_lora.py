@@ -20,11 +20,11 @@ from nntask.checkpoints.store import find_checkpoint
 from nntask.config.resolution import model_spec
 from nntask.config.settings import from_dict
 from nntask.data.tokenizer import train_bpe
+from nntask.engine.models import load_model
 from nntask.export.merged_weights import weights_of
 from nntask.models.llama import LlamaConfig
 from nntask.models.registry import build
 from nntask.tiling.model_tiling import ModelTiling
-from nntask.training.initial_weights import load_model
 from scheduler import InlineRuntime
 from wrappers.cli import main
 from wrappers.torch.interchange import to_torch

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.batch import Batch
-from ..engine.interface import Scorer
+from .interface import Scorer
 
 
 @dataclass(frozen=True, slots=True)

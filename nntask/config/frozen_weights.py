@@ -1,0 +1,55 @@
+"""Frozen base weights of a run with adapters: those that a checkpoint records, and those that settings name."""
+
+from __future__ import annotations
+
+from ..adapters.frozen_base import FrozenBase
+from ..checkpoints.store import STATE, Checkpoint
+from ..errors import DataError
+from ..gguf.model_file import is_gguf
+from .init_from import initial_model
+from .settings import TrainSettings, from_dict
+from .validation import rank_of
+
+
+def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
+    """Return the frozen base weights of a checkpoint with adapters, after a check of their files; None for a checkpoint of a whole model.
+
+    Raises:
+        DataError: the weights are missing, or differ from the weights that the adapters were trained with.
+    """
+    base = _recorded(checkpoint)
+    if base is not None:
+        base.check(checkpoint.path)
+    return base
+
+
+def _recorded(checkpoint: Checkpoint) -> FrozenBase | None:
+    """Return the frozen base weights that a checkpoint names, unchecked; None for a checkpoint of a whole model."""
+    file = checkpoint.path / STATE
+    if rank_of(from_dict(checkpoint.state["settings"], str(file))) is None:
+        return None
+    base = FrozenBase.of_state(checkpoint.state, str(file))
+    if base is None:
+        raise DataError(f"{file} does not name the frozen weights that its adapters belong to; use another checkpoint")
+    return base
+
+
+def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | None) -> FrozenBase | None:
+    """Return the source of the frozen base weights for a run with adapters that is about to start; None if all weights are trained. No file is read.
+
+    Args:
+        settings: settings of the run.
+        resumed: checkpoint that the run continues; None for a new run.
+
+    Raises:
+        DataError: the checkpoint does not name the source.
+    """
+    if rank_of(settings) is None:
+        return None
+    if resumed is not None:
+        return _recorded(resumed)
+    begin = initial_model(settings.checkpoints.init_from)
+    if begin.directory is not None:
+        path = begin.directory.resolve()
+        return FrozenBase("gguf" if is_gguf(path) else "directory", str(path))
+    return FrozenBase("seed") if begin.weights is None else FrozenBase("file", str(begin.weights.resolve()))
