@@ -39,8 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     from nntask import PRESETS, GPT2Config
     from nntask.config import ModelSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
     from nntask.data import Batch
-    from nntask.engine import RecordedEngine
-    from nntask.hardware import runtime_for
+    from nntask.engine import RecordedEngine, runtime_for
 
     batch, length = options.batch, options.length
     small = PRESETS["gpt2"]

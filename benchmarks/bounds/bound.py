@@ -63,8 +63,7 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     from jobs import on_devices, run_of
 
     from nntask import DoesNotFit, UsageError
-    from nntask.config import ModelSettings, TilingSettings
-    from nntask.hardware import parse_devices
+    from nntask.config import ModelSettings, TilingSettings, parse_devices
     from nntask.planning import capture, no_collections, order_or_needs, plan_step, with_few_tasks
 
     if find_spec("scipy") is None:

@@ -13,8 +13,19 @@ from typing import Any, Final
 
 from nntask import PRESETS, UsageError
 from nntask.architecture import ModelConfig
-from nntask.config import ModelSettings, ResourceSettings, RunConfig, TilingSettings, TrainSettings, check_values, resolve, retiled
-from nntask.hardware import MachineModel, coarse_tiling, devices_of, imaginary_machine
+from nntask.config import (
+    ModelSettings,
+    ResourceSettings,
+    RunConfig,
+    TilingSettings,
+    TrainSettings,
+    check_values,
+    devices_of,
+    imaginary_machine,
+    resolve,
+    retiled,
+)
+from nntask.hardware import MachineModel, coarse_tiling
 from nntask.models import config_from_json
 from nntask.planning import capture
 from scheduler.machine import StepPlan

@@ -57,8 +57,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
         DataError: the config cannot be read.
     """
     from nntask import UsageError
-    from nntask.config import check_most
-    from nntask.hardware import parse_devices
+    from nntask.config import check_most, parse_devices
     from scheduler.machine import EVICTION_POLICIES, POLICIES
 
     try:

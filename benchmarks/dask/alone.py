@@ -113,8 +113,8 @@ def main(rank: int, block: int, flags: list[str]) -> None:
     """One of the two processes: a block for each line that it is sent."""
     from nntask.config import resolve
     from nntask.data import BatchStream, open_dataset
-    from nntask.engine import RecordedEngine
-    from nntask.hardware import reuse_freed_memory, runtime_for
+    from nntask.engine import RecordedEngine, runtime_for
+    from nntask.hardware import reuse_freed_memory
     from nntask.optim import data_shards
     from scheduler.storage import default_ram_budget
     from wrappers.cli.options import request

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nntask import PRESETS
 from nntask.config import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
 from nntask.data import Batch
-from nntask.engine import Pending, RecordedEngine
-from nntask.hardware import runtime_for
+from nntask.engine import Pending, RecordedEngine, runtime_for
 from nntask.planning import plan_run
 from nntask.telemetry import Meter
 from scheduler import Runtime

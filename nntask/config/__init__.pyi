@@ -1,7 +1,9 @@
 from .cluster import ClusterSpec, check_plain, check_shared
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables, variables_listed
+from .imaginary import BOUNDLESS, imaginary_machine, parse_devices
 from .init_from import InitialModel, brings_config, initial_model
+from .machine import devices_of, machine_of, request_of
 from .objective import image_shape, with_head
 from .old_settings import OLD_SETTINGS, instead, lost, replaced, translated
 from .resolution import TINY, resolve, resolve_untiled, sized
@@ -26,6 +28,7 @@ from .tile_sizes import open_tiles, retiled
 from .validation import check_most, check_prompt, check_values, checked_length, step_range
 
 __all__ = [
+    "BOUNDLESS",
     "EXPERT",
     "OLD_SETTINGS",
     "SUFFIXES",
@@ -51,17 +54,22 @@ __all__ = [
     "check_shared",
     "check_values",
     "checked_length",
+    "devices_of",
     "disk_of",
     "flag_of",
     "flags_from",
     "from_dict",
     "has_size",
     "image_shape",
+    "imaginary_machine",
     "initial_model",
     "instead",
     "lost",
+    "machine_of",
     "open_tiles",
+    "parse_devices",
     "replaced",
+    "request_of",
     "resolve",
     "resolve_untiled",
     "retiled",

@@ -21,11 +21,12 @@ from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
 from ..errors import UsageError
-from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
+from ..hardware.machine_spec import MachineSpec, with_budgets, with_cudnn
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
 from .frozen_weights import frozen_base_to_start_from
 from .init_from import InitialModel, brings_config, initial_model, model_path
+from .machine import devices_of
 from .objective import objective_of, with_objective
 from .run_config import (
     LanguageRun,
@@ -67,7 +68,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
         DataError: a tile table is malformed, or a checkpoint does not name the frozen weights of its adapters.
         DoesNotFit: the budget of GPUs is above the memory of a card.
     """
-    there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
+    there = with_budgets(devices_of(settings.resources, settings.model.dtype)) if machine is None else machine
     asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
     if settings.model.attention == "cudnn":
         there = with_cudnn(there)

@@ -14,9 +14,8 @@ from scheduler.planning import AUTO, BLOCK, NONE
 
 from ..architecture.interface import LanguageConfig
 from ..errors import UsageError
-from ..io.units import LARGEST, fraction_of, is_size, parse_size
+from ..io.units import LARGEST
 from .cluster import check_cluster
-from .disk import disk_of
 from .init_from import brings_config
 from .objective import check_objective, image_shape
 from .settings import TrainSettings, flag_of
@@ -94,11 +93,8 @@ def check_prompt(prompt: str) -> None:
         raise UsageError(f"must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8", flag="--prompt") from None
 
 
-def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None:
-    """Check every value on its own; needs no model.
-
-    Args:
-        is_imaginary: whether the settings are of an imaginary machine, whose --disk is a size.
+def check_values(settings: TrainSettings) -> None:
+    """Check every value on its own, except the sizes that `machine.request_of` parses; needs no model.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -128,14 +124,6 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     _check_combinations(settings)
     _check_adapters(settings)
     resources = settings.resources
-    for text, flag in ((resources.ram, "--ram"), (resources.gpu_memory, "--gpu-memory")):
-        is_share = flag == "--gpu-memory" and text and fraction_of(text) is not None
-        if is_share and resources.sim_gpu:
-            raise UsageError(f"must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB", flag="--gpu-memory")
-        if text and not is_share:
-            parse_size(text, flag)
-    if not (is_imaginary and is_size(resources.disk)):  # `imaginary` checks the size there, because the environment's --disk may have none
-        disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
             f"must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "

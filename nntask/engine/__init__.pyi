@@ -1,5 +1,16 @@
 from .interface import NodesChanged, Outcome, Pending
 from .models import build_model
+from .opening import runtime_for
 from .recorded import RecordedEngine, build_optimizer, emit_training_step, outcome_of
 
-__all__ = ["NodesChanged", "Outcome", "Pending", "RecordedEngine", "build_model", "build_optimizer", "emit_training_step", "outcome_of"]
+__all__ = [
+    "NodesChanged",
+    "Outcome",
+    "Pending",
+    "RecordedEngine",
+    "build_model",
+    "build_optimizer",
+    "emit_training_step",
+    "outcome_of",
+    "runtime_for",
+]

@@ -20,9 +20,9 @@ from scheduler import DoesNotFit as NoRoom
 from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.machine import RecordedTask
 
-from ..config.settings import ResourceSettings
 from ..errors import DoesNotFit, UsageError
-from ..io.units import format_size, fraction_of, parse_rate, parse_size
+from ..io.units import format_size
+from .machine_request import DeviceSize, MachineRequest
 
 ALL_GPUS: Final = -1
 """Value of --ngpu for all GPUs, of which there must be one."""
@@ -114,7 +114,7 @@ class GpuPlan:
 NO_GPUS: Final = GpuPlan((), 0)
 
 
-def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
+def gpus_of(request: MachineRequest, dtype: str) -> GpuPlan:
     """Return the GPUs that flags ask for.
 
     Args:
@@ -124,14 +124,14 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
         UsageError: the flags ask for GPUs that are not available.
         DoesNotFit: the budget is above the memory of a card.
     """
-    if resources.ngpu == 0 or (resources.ngpu is None and resources.sim_gpu):
+    if request.num_gpus == 0 or (request.num_gpus is None and request.num_simulated):
         return NO_GPUS
-    must = resources.ngpu is not None
+    must = request.num_gpus is not None
     try:
-        chosen = cards.choose(None if resources.ngpu == ALL_GPUS else resources.ngpu)
+        chosen = cards.choose(None if request.num_gpus == ALL_GPUS else request.num_gpus)
         if not chosen and must:
             missing = NoGpu("CuPy, through which GPUs are used, is not installed", INSTALL)
-            clause, remedy = f"{resources.ngpu} needs a GPU, and {missing.fact}", f"drop --ngpu {resources.ngpu}, or {missing.remedy}"
+            clause, remedy = f"{request.num_gpus} needs a GPU, and {missing.fact}", f"drop --ngpu {request.num_gpus}, or {missing.remedy}"
             raise UsageError(clause, remedy, flag="--ngpu") from missing
     except NoGpu as error:
         if error.requested is not None:
@@ -144,56 +144,53 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
         return NO_GPUS
     if dtype == "fp64":
         return GpuPlan((), 0, "no GPU is used: --dtype fp64 has no CUDA kernels")
-    split = resources.split_gpu
+    split = request.num_partitions
     devices = tuple((card, None if split == 1 else part) for card in chosen for part in range(split))
-    return GpuPlan(devices, _budget(resources.gpu_memory, chosen, split))
+    return GpuPlan(devices, _budget(request.device, chosen, split))
 
 
-def check_links(resources: ResourceSettings) -> None:
-    """Check the rate of links of simulated devices.
+def check_links(request: MachineRequest) -> None:
+    """Check that links with a rate have a simulated device.
 
     Raises:
-        UsageError: the rate is malformed, or there are no simulated devices.
+        UsageError: there are no simulated devices.
     """
-    if resources.sim_bandwidth:
-        parse_rate(resources.sim_bandwidth, "RATE in --sim-gpu")
-        if not resources.sim_gpu:
-            raise UsageError(
-                f"0@{resources.sim_bandwidth} has a rate of links and no device; use --sim-gpu 1@{resources.sim_bandwidth}", flag="--sim-gpu"
-            )
+    if request.link_text and not request.num_simulated:
+        raise UsageError(f"0@{request.link_text} has a rate of links and no device; use --sim-gpu 1@{request.link_text}", flag="--sim-gpu")
 
 
-def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
+def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
     """Check that flags that need a device have one.
 
     Raises:
         UsageError: a flag has none.
     """
-    if resources.update_on == "cpu":
-        _check_update(resources, gpus)
+    if request.update_on == "cpu":
+        _check_update(request, gpus)
     if gpus.devices:
         return
-    if resources.ncpu == 0 and not resources.sim_gpu:
+    if request.num_cpu == 0 and not request.num_simulated:
         raise UsageError("0 needs a device: add --sim-gpu 1, or use --ncpu 1", flag="--ncpu")
+    size = request.device
     flags = {
-        "--ngpu": f"{resources.ngpu or 0}x{resources.split_gpu}" if resources.split_gpu > 1 else resources.ngpu or "",
-        "--gpu-memory": resources.gpu_memory if not resources.sim_gpu else "",
+        "--ngpu": f"{request.num_gpus or 0}x{request.num_partitions}" if request.num_partitions > 1 else request.num_gpus or "",
+        "--gpu-memory": size.text if size is not None and not request.num_simulated else "",
     }
     for flag, value in flags.items():
         if value:
-            simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and fraction_of(str(value)) is None else ""
+            simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and size is not None and size.share is None else ""
             raise UsageError(f"{value} is about GPUs, and none is used; {simulated}drop it", flag=flag)
 
 
-def _check_update(resources: ResourceSettings, gpus: GpuPlan) -> None:
+def _check_update(request: MachineRequest, gpus: GpuPlan) -> None:
     """Check that --update-on cpu has devices that compute the rest, and CPU workers.
 
     Raises:
         UsageError: one of them is missing.
     """
-    if not (gpus.devices or resources.sim_gpu):
+    if not (gpus.devices or request.num_simulated):
         raise UsageError("cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1", flag="--update-on")
-    check_updaters(resources.ncpu)
+    check_updaters(request.num_cpu)
 
 
 def check_updaters(num_cpu: int | None) -> None:
@@ -206,12 +203,11 @@ def check_updaters(num_cpu: int | None) -> None:
         raise UsageError("cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device", flag="--update-on")
 
 
-def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
+def _budget(size: DeviceSize | None, found: Sequence[GpuFacts], split: int) -> int:
     """Return the bytes of each part.
 
     Raises:
         DoesNotFit: a card has less.
-        UsageError: `text` is neither a size nor a fraction.
     """
     least = min(found, key=lambda card: card.free_nbytes)
     free = least.free_nbytes // split - CONTEXT_NBYTES
@@ -223,13 +219,12 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
             "end other programs that use the card, or use --ngpu 0",
             shortage=Shortage("reserve", node, split * (CONTEXT_NBYTES + _LEAST_NBYTES), least.free_nbytes),
         )
-    if not text:
+    if size is None:
         return int(DEFAULT_SHARE * free)
-    share = fraction_of(text)
-    nbytes = int(share * min(card.nbytes for card in found)) // split if share is not None else parse_size(text, "--gpu-memory")
+    nbytes = size.nbytes if size.share is None else int(size.share * min(card.nbytes for card in found)) // split
     if nbytes > free:
         raise DoesNotFit(
-            f"{text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
+            f"{size.text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
             f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself",
             "lower it, or end other programs that use the card",
             flag="--gpu-memory",

@@ -1,8 +1,8 @@
 """Devices and budgets of this process, resolved once from its flags to numbers and bytes, which all later code uses as they are.
 
-`devices_of` determines the devices and their scheduling. `with_budgets` adds the size of each memory, for which it reads the free memory and disk
-space. Neither refuses a budget for its size, so that other mistakes of a run are reported first; `check_budgets` does. A plan for an imaginary
-machine needs no budgets of this one.
+`requested_devices` determines the devices and their scheduling. `with_budgets` fills in sizes that no flag sets, for which it reads the free memory
+and disk space. Neither refuses a budget for its size, so that other mistakes of a run are reported first; `check_budgets` does. A plan for an
+imaginary machine needs no budgets of this one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from scheduler import DoesNotFit as NoRoom
 from scheduler import Shortage
@@ -18,43 +17,10 @@ from scheduler.machine import policy_of
 from scheduler.storage import check_budgets as check_memory
 from scheduler.storage import filled_budgets, memory_limit
 
-from ..config.disk import disk_of
-from ..config.settings import ResourceSettings
 from ..errors import DoesNotFit
-from ..io.units import parse_rate, parse_size
 from .gpu_attention import gpus_with_cudnn
 from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Size of a memory.
-
-    Args:
-        nbytes: size to plan with, in bytes.
-        is_given: whether a flag sets the size; otherwise it is a share of the free memory, which the runtime takes anew when it opens.
-        text: value of the flag, for messages; "" for the default.
-    """
-
-    nbytes: int
-    is_given: bool
-    text: str = ""
-
-    @property
-    def given(self) -> int | None:
-        """Bytes that a flag sets; None for the default."""
-        return self.nbytes if self.is_given else None
-
-
-NO_BUDGET: Final = Budget(0, is_given=False)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSpec:
-    """A disk tier: its directory, and the bytes it may have there."""
-
-    directory: Path
-    budget: Budget
+from .machine_request import NO_BUDGET, Budget, DiskSpec, MachineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +74,8 @@ class MachineSpec:
         return self.has_gpus or self.num_simulated > 0
 
 
-def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) -> MachineSpec:
-    """Return the machine that flags ask for, without budgets.
+def requested_devices(request: MachineRequest, dtype: str, *, checks: bool = True) -> MachineSpec:
+    """Return the machine that flags ask for, with the budgets that they set; defaults are open.
 
     Args:
         dtype: value of --dtype.
@@ -120,22 +86,31 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
         DoesNotFit: the budget of GPUs is above the memory of a card.
     """
     if checks:
-        check_links(resources)
-    gpus = gpus_of(resources, dtype)
+        check_links(request)
+    gpus = gpus_of(request, dtype)
     if checks:
-        check_devices(resources, gpus)
+        check_devices(request, gpus)
     machine = MachineSpec(
-        num_cpu=num_cpu_workers(resources.ncpu, gpus),
+        num_cpu=num_cpu_workers(request.num_cpu, gpus),
         gpus=gpus,
-        num_simulated=resources.sim_gpu,
-        link_rate=parse_rate(resources.sim_bandwidth, "RATE in --sim-gpu") if resources.sim_bandwidth else None,
-        scheduling=Scheduling(
-            policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
-        ),
+        num_simulated=request.num_simulated,
+        link_rate=request.link_rate,
+        scheduling=Scheduling(policy_of(request.sched, request.num_simulated or len(gpus.devices)), request.evict, request.prefetch, request.graphs),
+        ram=request.ram,
+        device=_device_budget(request, gpus),
+        disk=request.disk,
     )
-    if not machine.has_devices or resources.update_on == "device" or resources.ncpu == 0:
+    if not machine.has_devices or request.update_on == "device" or request.num_cpu == 0:
         return machine
-    return replace(machine, num_cpu=num_cpu_workers(resources.ncpu, NO_GPUS), aside=True)  # CPU workers run only tasks that devices may not
+    return replace(machine, num_cpu=num_cpu_workers(request.num_cpu, NO_GPUS), aside=True)  # CPU workers run only tasks that devices may not
+
+
+def _device_budget(request: MachineRequest, gpus: GpuPlan) -> Budget:
+    """Return the budget of each GPU, or the requested one of each simulated device."""
+    size = request.device
+    if gpus.devices:
+        return Budget(gpus.nbytes, True, "" if size is None else size.text)
+    return NO_BUDGET if size is None or size.share is not None else Budget(size.nbytes, True, size.text)
 
 
 def devices_alone(machine: MachineSpec, asked: int | None) -> MachineSpec:
@@ -145,37 +120,23 @@ def devices_alone(machine: MachineSpec, asked: int | None) -> MachineSpec:
     return replace(machine, num_cpu=num_cpu_workers(asked, machine.gpus) if machine.has_gpus else 0, aside=False)
 
 
-def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:
-    """Return the machine that flags ask for.
+def with_budgets(machine: MachineSpec) -> MachineSpec:
+    """Return the machine with the size of each memory that no flag sets, from the free memory and disk space, which are read here alone.
 
-    Raises:
-        UsageError, DoesNotFit: `devices_of`, `with_budgets` or `check_budgets` raises it.
-    """
-    machine = with_budgets(devices_of(resources, dtype), resources)
-    check_budgets(machine)
-    return machine
-
-
-def with_budgets(machine: MachineSpec, resources: ResourceSettings, *, ram: Budget | None = None) -> MachineSpec:
-    """Return the machine with a size of each memory, from flags or from the free memory; sizes may exceed what this process may use.
+    Sizes may exceed what this process may use.
 
     Args:
-        machine: machine from `devices_of`.
-        ram: budget of host memory if it is known already; None to take it from the flags.
-
-    Raises:
-        UsageError: a size is malformed.
+        machine: machine from `requested_devices`.
     """
-    gpus = machine.gpus
-    if ram is None:
-        ram = Budget(parse_size(resources.ram, "--ram"), is_given=True, text=resources.ram) if resources.ram else NO_BUDGET
-    simulated = parse_size(resources.gpu_memory, "--gpu-memory") if resources.gpu_memory and not gpus.devices else None
-    ram_nbytes, simulated_nbytes = filled_budgets(ram.given, simulated, machine.num_simulated)
+    ram, simulated, disk = machine.ram, machine.device, machine.disk
+    ram_nbytes, simulated_nbytes = filled_budgets(ram.given, None if machine.has_gpus else simulated.given, machine.num_simulated)
+    if disk is not None and not disk.budget.is_given:
+        disk = replace(disk, budget=replace(disk.budget, nbytes=free_bytes(disk.directory)))
     return replace(
         machine,
         ram=replace(ram, nbytes=ram_nbytes),
-        device=Budget(*((gpus.nbytes, True) if gpus.devices else (simulated_nbytes, simulated is not None)), resources.gpu_memory),
-        disk=_disk_tier(resources.disk),
+        device=simulated if machine.has_gpus else replace(simulated, nbytes=simulated_nbytes),
+        disk=disk,
     )
 
 
@@ -229,15 +190,6 @@ def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
         nbytes = machine.ram.nbytes + machine.device.nbytes * machine.num_simulated
         why, remedy, shortage = str(error), "lower it", Shortage("reserve", "ram", nbytes, memory_limit(), detail=str(error))
     return DoesNotFit(f"{size}{others} cannot be reserved: {why}", remedy, flag=flag, shortage=shortage)
-
-
-def _disk_tier(text: str) -> DiskSpec | None:
-    """Return the disk tier that --disk asks for, of the size in the flag or the free space there; None without the flag."""
-    disk = disk_of(text)
-    if disk is None:
-        return None
-    directory, size = disk
-    return DiskSpec(directory, Budget(free_bytes(directory) if size is None else size, size is not None, text))
 
 
 def free_bytes(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""Runtimes from settings: budgets, lanes, and the check that finds the first NaN."""
+"""Runtimes on the machine of a process: budgets, lanes, and the check that finds the first NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from scheduler import DoesNotFit as NoRoom
 from scheduler.machine import watchdog_seconds
 from tiles.kernels import KernelBuildError, kernel_versions
 
-from ..config.run_config import LanguageRun
 from ..errors import Diverged, NntaskError, StorageError, UsageError
 from .gpus import close_gpus, open_gpus
 from .machine_spec import MachineSpec, cannot_reserve
@@ -40,24 +39,6 @@ def check_finite(task: FinishedTask) -> None:
             if is_nan.any():
                 where = [int(i) for i in np.argwhere(is_nan)[0]]
                 raise FoundNaN(f"task {task.name!r} wrote the first NaN, to tile {tile.name or '(unnamed)'} at element {where}")
-
-
-def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
-    """Return the runtime of a run on its machine.
-
-    Args:
-        trace: trace to use instead of the one that --trace-steps asks for.
-
-    Raises:
-        DoesNotFit, StorageError, UsageError: `open_runtime` raises it.
-    """
-    observe = run.settings.observe
-    if trace is None and (observe.trace or observe.trace_steps):
-        trace = Trace(active=run.traced is None)
-    runtime = open_runtime(run.machine, dtype=run.model.dtype, lanes=run.step.lanes, trace=trace)
-    if run.settings.run.check_finite:
-        runtime.on_task(check_finite)
-    return runtime
 
 
 def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, trace: Trace | None = None) -> Runtime:

@@ -12,8 +12,8 @@ from typing import Final
 from scheduler.machine import RecordedTask
 from scheduler.planning import AUTO, BLOCK, SUBMISSION
 
+from ..config.imaginary import format_devices
 from ..config.run_config import RunConfig
-from ..hardware.imaginary import format_devices
 from ..hardware.machine_model import RAM, MachineModel
 from ..io.units import flag_size, rounded_up
 from .memory_fit import (

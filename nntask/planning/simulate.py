@@ -19,15 +19,17 @@ from scheduler.simulation import Simulation
 
 from ..adapters.lora import largest_rank
 from ..architecture.family_config import ModelConfig
+from ..config.imaginary import BOUNDLESS, format_devices
+from ..config.machine import devices_of
 from ..config.objective import image_shape
 from ..config.resolution import resolve
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..config.tile_sizes import retiled
 from ..errors import DoesNotFit
-from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
+from ..hardware.imaginary import COARSE_SHARE, LARGEST_SHARE, coarse_tiling
 from ..hardware.machine_model import MachineModel, this_machine
-from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
+from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..models.registry import family_of
 from ..telemetry.explain import matching
 from ..tiling.model_tiling import default_tiling

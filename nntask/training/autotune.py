@@ -30,11 +30,12 @@ from ..config.tile_sizes import TILE_FLAGS, retiled
 from ..data.batch import Batch
 from ..data.dataset import open_dataset
 from ..data.objectives import random_batch
+from ..engine.opening import runtime_for
 from ..engine.recorded import RecordedEngine
 from ..errors import UsageError
 from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import check_budgets
-from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
+from ..hardware.runtimes import FAILURES, as_user_error
 from ..io.writable import check_writable
 from ..planning.memory_fit import capture, least_needs, no_collections
 from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits

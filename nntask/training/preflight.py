@@ -15,7 +15,7 @@ from ..data.dataset import check_spec
 from ..data.foreign_tokenizer import TOKENIZER_FILE, other_way
 from ..data.images import IMAGES
 from ..errors import DataError, UsageError
-from ..hardware.machine_spec import DiskSpec
+from ..hardware.machine_request import DiskSpec
 from ..io.safetensors_file import TensorFile
 from ..io.writable import check_writable
 from ..optim.lr_schedule import make_schedule

@@ -20,10 +20,11 @@ from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
 from ..data.dataset import Dataset, open_dataset
 from ..engine.interface import Cluster, NodesChanged
+from ..engine.opening import runtime_for
 from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
-from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
+from ..hardware.runtimes import FAILURES, as_user_error
 from ..inference.samples import sample_text
 from ..planning.memory_fit import capture, fitting_order
 from ..planning.updater import Updater, choose_updater

@@ -18,8 +18,8 @@ import torch
 
 import scheduler
 from nntask import DoesNotFit, NntaskError, StorageError, UsageError
-from nntask.config import ResourceSettings
-from nntask.hardware import FAILURES, MachineSpec, is_device, machine_of, open_runtime, reuse_freed_memory
+from nntask.config import ResourceSettings, machine_of
+from nntask.hardware import FAILURES, MachineSpec, is_device, open_runtime, reuse_freed_memory
 from nntask.io import parse_size
 from scheduler import Runtime
 from scheduler.machine import RecordedTask

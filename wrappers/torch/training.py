@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nntask.checkpoints import Checkpoint
-from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, resolve_untiled
-from nntask.hardware import FlopCounts, MachineModel, check_budgets, devices_of, reuse_freed_memory, this_machine, with_budgets
+from nntask.config import LanguageRun, OptimizerSpec, TrainSettings, resolve_untiled
+from nntask.hardware import FlopCounts, MachineModel, MachineRequest, check_budgets, requested_devices, reuse_freed_memory, this_machine, with_budgets
 from nntask.io import parse_size
 from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, thriftiest_needs
 from nntask.training import Opened, check_disk, train_untiled
@@ -44,6 +44,7 @@ def train(
     values: Mapping[str, Any],
     source: str,
     resumed: Checkpoint | None,
+    requested: MachineRequest,
     announce: Callable[[], object],
 ) -> int:
     """Train a language model and return the exit code.
@@ -54,6 +55,7 @@ def train(
         values: content of the model's config.json.
         source: name of the file with `values`, for messages.
         resumed: the checkpoint to continue from; None for a new run.
+        requested: devices and memory that the settings ask for.
         announce: function that is called after the model and the flags have been checked.
 
     Raises:
@@ -63,7 +65,7 @@ def train(
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     announce()
-    machine = with_budgets(devices_of(on_cpus(settings.resources), "fp32"), settings.resources)
+    machine = with_budgets(requested_devices(on_cpus(requested), "fp32"))
     return train_untiled(resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings))
 
 
@@ -73,6 +75,7 @@ def plan(
     values: Mapping[str, Any],
     source: str,
     resumed: Checkpoint | None,
+    requested: MachineRequest,
     target: MachineModel | None,
 ) -> dict[str, Any]:
     """Return the figures of ``nntask plan --json``; the other arguments are those of `train`.
@@ -86,9 +89,9 @@ def plan(
     check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
-    machine = devices_of(on_cpus(settings.resources), "fp32", checks=target is None)
+    machine = requested_devices(on_cpus(requested), "fp32", checks=target is None)
     if target is None:
-        machine = with_budgets(machine, settings.resources)
+        machine = with_budgets(machine)
         check_budgets(machine)
         check_disk(machine.disk)
         target = this_machine(machine)
@@ -99,9 +102,9 @@ def plan(
     return {**figures, "trained_parameters": config.num_parameters, "rows_of_tiles": model.rows_of_tiles, "outside_budget_bytes": outside}
 
 
-def on_cpus(resources: ResourceSettings) -> ResourceSettings:
-    """Return the resources without GPUs; simulated devices stay."""
-    return replace(resources, ngpu=0)
+def on_cpus(requested: MachineRequest) -> MachineRequest:
+    """Return the machine without GPUs; simulated devices stay."""
+    return replace(requested, num_gpus=0)
 
 
 class TorchModel:

@@ -10,8 +10,8 @@ from support.training import GPT, LLAMA
 
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings
+from nntask.engine.opening import runtime_for
 from nntask.engine.recorded import RecordedEngine
-from nntask.hardware.runtimes import runtime_for
 from nntask.planning.memory_fit import capture
 
 TILES: Final = {"minibatch_tile": 1, "seq_tile": 9, "embd_tile": 16, "inner_tile": 50, "vocab_tile": 25}

@@ -18,9 +18,9 @@ import pytest
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ObserveSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.data import Batch
+from nntask.engine.opening import runtime_for
 from nntask.engine.recorded import RecordedEngine
 from nntask.hardware.machine_model import open_store, this_machine
-from nntask.hardware.runtimes import runtime_for
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture, choose_order, order_on
 from nntask.planning.simulate import plan_run

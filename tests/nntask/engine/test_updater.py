@@ -14,9 +14,9 @@ import pytest
 from support.training import COARSE, Job
 
 from nntask import UsageError
+from nntask.config.imaginary import imaginary_machine
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
-from nntask.hardware.imaginary import imaginary_machine
 from nntask.hardware.machine_model import this_machine
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture, needs_of

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from nntask.checkpoints.store import find_checkpoint
+from nntask.config.imaginary import imaginary_machine
+from nntask.config.machine import devices_of
 from nntask.config.resolution import resolve
 from nntask.config.run_config import RunConfig
 from nntask.config.settings import ClusterSettings, DataSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DoesNotFit, UsageError
-from nntask.hardware.imaginary import imaginary_machine
 from nntask.hardware.machine_model import MachineModel, this_machine
-from nntask.hardware.machine_spec import MachineSpec, devices_of, with_budgets
+from nntask.hardware.machine_spec import MachineSpec, with_budgets
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import minibatch
 from nntask.planning.minibatch import choose_minibatch
@@ -32,7 +33,7 @@ def settings(size: Any = "auto", **resources: Any) -> TrainSettings:
 
 def machine_of(asked: TrainSettings) -> MachineSpec:
     """This machine, with the budgets of settings."""
-    return with_budgets(devices_of(asked.resources, asked.model.dtype), asked.resources)
+    return with_budgets(devices_of(asked.resources, asked.model.dtype))
 
 
 def fits(size: int, **resources: Any) -> bool:

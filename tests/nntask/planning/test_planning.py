@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nntask.config.imaginary import format_devices, imaginary_machine, parse_devices
+from nntask.config.machine import devices_of, machine_of
 from nntask.config.resolution import resolve
 from nntask.config.settings import CheckpointSettings, ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DoesNotFit, UsageError
 from nntask.hardware import machine_spec
-from nntask.hardware.imaginary import LARGEST_SHARE, format_devices, imaginary_machine, parse_devices
+from nntask.hardware.imaginary import LARGEST_SHARE
 from nntask.hardware.machine_model import open_store, this_machine
-from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.runtimes import open_runtime
 from nntask.io.units import format_least, parse_size
 from nntask.models.gpt2 import GPT2Config

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 import scheduler
+from nntask.config.machine import machine_of, request_of
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DoesNotFit
 from nntask.hardware import gpus, machine_spec
 from nntask.hardware.gpu_attention import gpus_with_cudnn
 from nntask.hardware.machine_model import MachineModel, this_machine
-from nntask.hardware.machine_spec import Budget, cannot_reserve, machine_of
+from nntask.hardware.machine_request import Budget
+from nntask.hardware.machine_spec import cannot_reserve
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import fit_advice, memory_fit
 from nntask.planning.needs import Needs, shortage
@@ -145,9 +147,13 @@ def test_the_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     free = (6 << 30) - CONTEXT_NBYTES
     plan = gpus.GpuPlan(((CARD, None),), 1000)
     for refused, lack, words in (
-        (lambda: gpus.gpus_of(ResourceSettings(gpu_memory="7GiB"), "auto"), Shortage("reserve", "cuda:0", 7 << 30, free), "--gpu-memory 7GiB is"),
         (
-            lambda: gpus.gpus_of(ResourceSettings(split_gpu=16), "auto"),
+            lambda: gpus.gpus_of(request_of(ResourceSettings(gpu_memory="7GiB")), "auto"),
+            Shortage("reserve", "cuda:0", 7 << 30, free),
+            "--gpu-memory 7GiB is",
+        ),
+        (
+            lambda: gpus.gpus_of(request_of(ResourceSettings(split_gpu=16)), "auto"),
             Shortage("reserve", "cuda:0", 16 * (CONTEXT_NBYTES + (1 << 20)), 6 << 30),
             "GPU 0 (Fake) has 6 GiB of 8 GiB free, too little for 16 parts of it; end other",
         ),

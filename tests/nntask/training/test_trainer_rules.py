@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from nntask.config.disk import disk_of, imaginary_disk_of
+from nntask.config.machine import devices_of, machine_of, request_of
 from nntask.config.resolution import filled
 from nntask.config.settings import TrainSettings, differences, from_dict
 from nntask.config.validation import check_values
 from nntask.errors import DataError, UsageError
-from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.memory_advice import does_not_fit
 from scheduler import Shortage
 from wrappers.cli.options.flags import build, scan, table_of
@@ -175,8 +175,8 @@ def test_a_size_is_no_directory(tmp_path, monkeypatch):
     """--disk 500GiB means 500 GiB to whoever types it, unless there is a directory of that name; of an imaginary machine it is the size."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"--disk must be DIR or DIR:SIZE, got '500GiB', which is a size .* for example scratch:500GiB, or ./500GiB"):
-        check_values(settings("--disk=500GiB"))
-    check_values(settings("--disk=500GiB"), is_imaginary=True)
+        request_of(settings("--disk=500GiB").resources)
+    assert request_of(settings("--disk=500GiB").resources, has_disk=False).disk is None
     assert disk_of("./500GiB") == (Path("500GiB"), None)
     assert [imaginary_disk_of(text) for text in ("500GiB", "scratch:1GB", "")] == [500 << 30, 10**9, None]
     for text in ("scratch", "1XB"):
@@ -192,7 +192,7 @@ def test_a_disk_has_one_size(tmp_path, monkeypatch, directory):
     monkeypatch.chdir(tmp_path)
     words = f"got '{directory}:2GB', which has two sizes, and there is no directory {directory}; for example scratch:2GB"
     with pytest.raises(UsageError, match=f"--disk must be DIR or DIR:SIZE, {words}"):
-        check_values(settings(f"--disk={directory}:2GB"))
+        request_of(settings(f"--disk={directory}:2GB").resources)
     Path(directory).mkdir()
     assert disk_of(f"{directory}:2GB") == (Path(directory), 2 * 10**9)
 

@@ -23,6 +23,7 @@ from support.cuda_emulator import COMPILER, Emulator
 from support.dask_nodes import nodes, run_of, train
 from support.fake_nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 
+from nntask.config.machine import request_of
 from nntask.config.settings import ResourceSettings
 from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.hardware import gpus
@@ -392,8 +393,8 @@ def test_memory_of_the_card_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.taken_nbytes() for each in transports] == [4 * (20_000 + COMMUNICATOR_NBYTES)] * 3
     monkeypatch.setattr(gpus, "cards", Cards(CARD))
     resources = ResourceSettings()
-    assert gpus.without_nccl(gpus.gpus_of(resources, "auto"), 1, 1000).nbytes == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
-    parts = gpus.gpus_of(replace(resources, split_gpu=2, gpu_memory="1GiB"), "auto")
+    assert gpus.without_nccl(gpus.gpus_of(request_of(resources), "auto"), 1, 1000).nbytes == int(0.9 * ((6 << 30) - CONTEXT_NBYTES)) - 1000
+    parts = gpus.gpus_of(request_of(replace(resources, split_gpu=2, gpu_memory="1GiB")), "auto")
     assert gpus.without_nccl(parts, 2, 1001) == replace(parts, nbytes=(1 << 30) - 501)
     with pytest.raises(DoesNotFit, match=r"--transport nccl has taken 3 GiB of GPU 0 \(Fake\), part 0, and --gpu-memory is 1 GiB; raise it"):
         gpus.without_nccl(parts, 2, 3 << 30)
@@ -405,7 +406,7 @@ def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gpus, "cards", cards)
     said = r"on worker tcp://a:1 --transport nccl takes 16 MiB of the GPU for buffers, and card 0 has .*; lower --nodes, or use --transport dask"
     with pytest.raises(DoesNotFit, match=said) as refusal:
-        open_nccl_transport(gpus.gpus_of(ResourceSettings(), "auto"), "tcp://a:1", 0, 3)
+        open_nccl_transport(gpus.gpus_of(request_of(ResourceSettings()), "auto"), "tcp://a:1", 0, 3)
     assert refusal.value.shortage is not None
     assert (refusal.value.shortage.cause, refusal.value.shortage.task, refusal.value.shortage.needed) == ("outside", "NCCL", 16 << 20)
     (card,) = cards.made
@@ -424,7 +425,7 @@ def test_a_node_that_cannot(cards: Cards, worker: str, why: str, monkeypatch: py
     """No GPU, no NCCL, a cluster with TLS."""
     monkeypatch.setattr(gpus, "cards", cards)
     with pytest.raises(UsageError) as refusal:
-        open_nccl_transport(gpus.gpus_of(ResourceSettings(), "auto"), worker, 0, 2)
+        open_nccl_transport(gpus.gpus_of(request_of(ResourceSettings()), "auto"), worker, 0, 2)
     assert str(refusal.value).startswith(why)
 
 

@@ -12,7 +12,7 @@ from tblib import pickling_support
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DoesNotFit
-from nntask.hardware.machine_spec import Budget
+from nntask.hardware.machine_request import Budget
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import memory_fit
 from scheduler import Shortage

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import scheduler
 from nntask import DataError, DoesNotFit, UsageError
-from nntask.config import ResourceSettings
-from nntask.hardware import machine_of, open_runtime
+from nntask.config import ResourceSettings, machine_of
+from nntask.hardware import open_runtime
 from wrappers.torch import Session, empty_parameters
 
 pytest.importorskip("transformers")

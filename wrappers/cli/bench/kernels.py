@@ -136,8 +136,7 @@ def captured(settings: TrainSettings, config: ModelConfig | None = None) -> Step
     Raises:
         UsageError: a rule of `nntask train` is broken.
     """
-    from nntask.config import resolve
-    from nntask.hardware import devices_of
+    from nntask.config import devices_of, resolve
     from nntask.planning import capture
 
     from ..options.sources import model_config

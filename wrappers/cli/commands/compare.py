@@ -89,7 +89,7 @@ def _check(settings: CompareSettings) -> None:
         UsageError: the first value that breaks its rule.
     """
     from nntask import UsageError
-    from nntask.io import LARGEST, parse_size
+    from nntask.io import LARGEST
 
     if settings.a == settings.b:
         other = "sim" if settings.a == "cpu" else "cpu"
@@ -102,8 +102,6 @@ def _check(settings: CompareSettings) -> None:
             raise UsageError(f"must be 0 or more, and finite, got {tolerance}; the nearest legal value is 0", flag=flag)
     if not 0 <= settings.seed <= LARGEST:
         raise UsageError(f"must be at least 0 and at most {LARGEST}, got {settings.seed}; the nearest legal value is 0", flag="--seed")
-    if settings.ram:
-        parse_size(settings.ram, "--ram")
 
 
 def _subject(word: str, asked: CompareSettings) -> _Subject:
@@ -114,9 +112,9 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
         DataError: the files of MODEL are broken.
     """
     from nntask import PRESETS, UsageError
-    from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, resolve
+    from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, devices_of, resolve
     from nntask.gguf import is_gguf
-    from nntask.hardware import devices_of, with_budgets
+    from nntask.hardware import with_budgets
     from scheduler.storage import memory_budgets
 
     from ..options.sources import model_config
@@ -137,7 +135,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)
     share = asked.ram or str(memory_budgets(None, None, 2)[0])
     sides = [_resources(kind, share) for kind in (asked.a, asked.b)]
-    a, b = (with_budgets(devices_of(each, settings.model.dtype), each) for each in sides)
+    a, b = (with_budgets(devices_of(each, settings.model.dtype)) for each in sides)
     return _Subject(word, resolve(settings, config, machine=a), source, (a, b))
 
 
@@ -166,7 +164,8 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
     """
     import scheduler
     from nntask import DoesNotFit, NntaskError
-    from nntask.hardware import check_budgets, runtime_for
+    from nntask.engine import runtime_for
+    from nntask.hardware import check_budgets
     from nntask.training import run_side_by_side
     from scheduler import Runtime
 

@@ -80,14 +80,14 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     Raises:
         UsageError: a flag is wrong.
     """
-    from nntask.config import ResourceSettings, TrainSettings, check_values
-    from nntask.hardware import RAM, check_budgets, devices_of, gemm_peak, memory_bandwidth, open_store, this_machine, with_budgets
+    from nntask.config import ResourceSettings, TrainSettings, check_values, devices_of
+    from nntask.hardware import RAM, check_budgets, gemm_peak, memory_bandwidth, open_store, this_machine, with_budgets
     from nntask.training import check_disk
     from scheduler.machine import DISK_LINK, MEMORY_LINK, Models
 
     asked = TrainSettings(resources=ResourceSettings(**{name: value for name, value in asdict(settings).items() if name != "json"}))
     check_values(asked)
-    machine = with_budgets(devices_of(asked.resources, "fp32"), asked.resources)
+    machine = with_budgets(devices_of(asked.resources, "fp32"))
     check_disk(machine.disk)
     check_budgets(machine)
     plan, target = machine.gpus, this_machine(machine)

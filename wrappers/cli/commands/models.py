@@ -70,8 +70,8 @@ def step_of(name: str) -> dict[str, Any]:
     import difflib
 
     from nntask import PRESETS, UsageError
-    from nntask.config import TrainSettings, resolve
-    from nntask.hardware import devices_of, this_machine
+    from nntask.config import TrainSettings, devices_of, resolve
+    from nntask.hardware import this_machine
     from nntask.models import FAMILIES
     from nntask.planning import capture, no_collections, thriftiest_needs
 

@@ -53,8 +53,8 @@ def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     asked = request(argv, os.environ, extra=OWN_FLAGS)
     from nntask import UsageError
-    from nntask.config import open_tiles, sized
-    from nntask.hardware import devices_of, imaginary_machine, with_budgets
+    from nntask.config import devices_of, imaginary_machine, open_tiles, sized
+    from nntask.hardware import with_budgets
     from nntask.planning import choose_minibatch, plan_run
     from nntask.training import check_disk
 
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
-            machine = with_budgets(machine, settings.resources)
+            machine = with_budgets(machine)
             check_disk(machine.disk)
         if settings.tiling.auto_tile == "measured" and open_tiles(settings):
             raise UsageError(
@@ -132,7 +132,7 @@ def _print(figures: Mapping[str, Any], asked: Request) -> int:
 
 def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
     """Return the plan of a model without tiles."""
-    from nntask.hardware import imaginary_machine
+    from nntask.config import imaginary_machine, request_of
 
     assert asked.untiled is not None
     devices, link, disk_rate, ram_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate", "ram-rate"))
@@ -145,7 +145,8 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
         if devices:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
             target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate)
-        return plan(settings, asked.values, *asked.untiled, asked.resumed, target)
+        machine = request_of(settings.resources, has_disk=False) if asked.machine is None else asked.machine
+        return plan(settings, asked.values, *asked.untiled, asked.resumed, machine, target)
 
 
 def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:
@@ -262,7 +263,8 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
 
 def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the budget of each memory, its minimum and its largest use."""
-    from nntask.hardware import BOUNDLESS, DISK
+    from nntask.config import BOUNDLESS
+    from nntask.hardware import DISK
     from nntask.io import format_least, format_size
 
     least = figures["minimum_budget_bytes"]

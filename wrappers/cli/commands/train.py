@@ -57,7 +57,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
     assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
-        machine = with_budgets(asked.devices, asked.settings.resources)
+        machine = with_budgets(asked.devices)
         settings, minibatch = choose_minibatch(asked.settings, asked.config, machine)
         if minibatch:
             print(f"minibatch: {minibatch}")
@@ -76,9 +76,10 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
 def _through_torch(asked: Request, untiled: tuple[Mapping[str, Any], str]) -> int:
     """Train a model without tiles; returns the exit code."""
     settings = asked.settings
+    assert asked.machine is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
         load_torch(untiled)
         from ...torch.training import train
 
         announce = (lambda: None) if settings.run.dry_run else (lambda: print(through_torch(untiled)))
-        return train(settings, asked.values, *untiled, asked.resumed, announce)
+        return train(settings, asked.values, *untiled, asked.resumed, asked.machine, announce)

@@ -39,13 +39,13 @@ def machine_from(asked: MachineSettings) -> MachineSpec:
         UsageError: the first value that breaks its rule.
         DoesNotFit: the budget of GPUs is above the memory of a card.
     """
-    from nntask.config import ResourceSettings, TrainSettings, check_values
-    from nntask.hardware import devices_of, with_budgets
+    from nntask.config import ResourceSettings, TrainSettings, check_values, devices_of
+    from nntask.hardware import with_budgets
     from nntask.training import check_disk, warn_of_disk
 
     resources = ResourceSettings(**asdict(asked))
     check_values(TrainSettings(resources=resources))
-    machine = with_budgets(devices_of(resources, "fp32"), resources)
+    machine = with_budgets(devices_of(resources, "fp32"))
     check_disk(machine.disk)
     warn_of_disk(machine.disk)
     return machine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nntask.architecture import ModelConfig
     from nntask.checkpoints import Checkpoint
     from nntask.config import InitialModel, TrainSettings
-    from nntask.hardware import MachineSpec
+    from nntask.hardware import MachineRequest, MachineSpec
 
 CONFIG: Final = "config"
 _ASKED_ANEW: Final = ("cluster", "observe")
@@ -73,7 +73,8 @@ class Request:
 
     Args:
         settings: all settings; unset ones are None.
-        devices: workers and devices, without budgets; None for an imaginary machine or a model without tiles.
+        machine: devices and memory that the settings ask for, in numbers; None for an imaginary machine.
+        devices: workers and devices, with open defaults of budgets; None for an imaginary machine or a model without tiles.
         config: configuration of the model, with --dropout applied; None for a model without tiles.
         untiled: content and path of the config.json of a model without tiles; None for others.
         resumed: the checkpoint to continue from; None for a new run.
@@ -84,6 +85,7 @@ class Request:
     """
 
     settings: TrainSettings
+    machine: MachineRequest | None
     devices: MachineSpec | None
     config: ModelConfig | None
     untiled: tuple[Mapping[str, Any], str] | None
@@ -129,8 +131,8 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
-    from nntask.config import TrainSettings, check_values
-    from nntask.hardware import devices_of
+    from nntask.config import TrainSettings, check_values, request_of
+    from nntask.hardware import requested_devices
 
     table = table_of(TrainSettings)
     explicit, sources, besides, stated = _explicit(argv, environ, table, extra or {})
@@ -147,11 +149,12 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
         is_imaginary = bool(besides.get("devices"))
-        check_values(settings, is_imaginary=is_imaginary)
+        check_values(settings)
+        requested = None if is_imaginary else request_of(settings.resources)
         untiled = _untiled(settings, resumed)
-        devices = None if is_imaginary or untiled else devices_of(settings.resources, settings.model.dtype)
+        devices = None if requested is None or untiled else requested_devices(requested, settings.model.dtype)
         config = None if untiled else model_config(settings, explicit, resumed)
-        return Request(settings, devices, config, untiled, resumed, besides, sources, stated, explicit)
+        return Request(settings, requested, devices, config, untiled, resumed, besides, sources, stated, explicit)
 
 
 def _explicit(

@@ -168,14 +168,15 @@ class TrainingNode:
         Returns:
             The address; the identifier of NCCL's GPU on its machine, "" without NCCL; and the time limit of `connect` in seconds.
         """
-        from nntask.hardware import devices_of
+        from nntask.config import request_of
+        from nntask.hardware import requested_devices
 
         from .exchange import PeerComms
         from .nccl import open_nccl_transport
 
         cluster = run.cluster
         assert cluster is not None  # this node belongs to a cluster
-        self._devices = devices_of(run.settings.resources, run.model.dtype, checks=False)
+        self._devices = requested_devices(request_of(run.settings.resources), run.model.dtype, checks=False)
         if cluster.transport == "nccl":
             self._nccl = open_nccl_transport(self._devices.gpus, self.worker_name, self.rank, num_nodes)
         scheme, _, place = self.worker_name.partition("://")
@@ -203,8 +204,8 @@ class TrainingNode:
     def open(self, order: Order) -> dict[str, Any]:
         """Prepare runtime, model and data; return the node's number of tasks and of trained weights, its plan.json and its counters."""
         from nntask.data import BatchStream, open_dataset
-        from nntask.engine import RecordedEngine
-        from nntask.hardware import runtime_for, this_machine
+        from nntask.engine import RecordedEngine, runtime_for
+        from nntask.hardware import this_machine
         from nntask.planning import order_figures
         from nntask.training import model_to_start_from
 

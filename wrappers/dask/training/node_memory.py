@@ -48,11 +48,16 @@ def machine_of_node(
             shortage=Shortage("full", RAM, passing_nbytes, ram + passing_nbytes),
         )
     if nccl is not None:
-        devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, nccl.taken_nbytes()))
-        asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # the form in which messages show it
-    machine = with_budgets(devices, asked, ram=Budget(ram, is_given=True, text=f"{ram}B"))
+        gpus = without_nccl(devices.gpus, asked.split_gpu, nccl.taken_nbytes())
+        devices = replace(devices, gpus=gpus, device=_stated(gpus.nbytes))
+    machine = with_budgets(replace(devices, ram=_stated(ram)))
     check_budgets(machine)
     return machine
+
+
+def _stated(nbytes: int) -> Budget:
+    """Return a budget in the form in which messages show it."""
+    return Budget(nbytes, is_given=True, text=f"{nbytes}B")
 
 
 def _ram(worker: Any, requested: int | None, devices: MachineSpec, on_host: int) -> int:
