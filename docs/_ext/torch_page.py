@@ -140,11 +140,11 @@ def family_of(name: str) -> Family:
     """Capture a family's step."""
     from support.torch_families import make
 
-    from wrappers.torch.capture import CaptureTerms, aten, capture
-    from wrappers.torch.cuts import cut_parameters, tiles_of
-    from wrappers.torch.kernels import does_nothing, has_cuda_kernel, torch_nbytes
-    from wrappers.torch.objectives import loss_of, objective_of
-    from wrappers.torch.sums import with_accumulated_sums
+    from wrappers.torch.capture.capture import CaptureTerms, aten, capture
+    from wrappers.torch.capture.objectives import loss_of, objective_of
+    from wrappers.torch.tasks.cuts import cut_parameters, tiles_of
+    from wrappers.torch.tasks.kernels import does_nothing, has_cuda_kernel, torch_nbytes
+    from wrappers.torch.tasks.sums import with_accumulated_sums
 
     module, (batch,) = make(name, 1)
     captured, on_gpus = (capture(module, batch, objective_of(loss_of), CaptureTerms(backward=True, on_gpus=on_gpus)) for on_gpus in (False, True))
@@ -173,9 +173,9 @@ def _on_the_command_line(module: Any, batch: Mapping[str, Any]) -> tuple[str, st
     from nntask import DataError, UsageError
     from nntask.models import FAMILIES
     from scheduler import CapturingRuntime
-    from wrappers.torch.language import TITLES, language_config
-    from wrappers.torch.state import ModuleState
-    from wrappers.torch.weights import attach_files
+    from wrappers.torch.steps.state import ModuleState
+    from wrappers.torch.steps.weights import attach_files
+    from wrappers.torch.trainer.language import TITLES, language_config
 
     kind = "images" if "pixel_values" in batch else "speech" if "input_features" in batch else ""
     values = {**json.loads(module.config.to_json_string()), "architectures": [type(module).__name__]}
@@ -266,7 +266,7 @@ def remedy_of(message: str) -> str:
 
 def trainer_markdown() -> str:
     """Return the table of refused arguments of the trainer."""
-    from wrappers.torch.trainer_checks import ADVICE, OPTIMIZERS
+    from wrappers.torch.trainer.trainer_checks import ADVICE, OPTIMIZERS
 
     names: dict[str, list[str]] = defaultdict(list)
     for name, advice in ADVICE.items():
@@ -280,7 +280,7 @@ def trainer_markdown() -> str:
 def flags_markdown() -> str:
     """Return the table of flags that `nntask train` refuses for a model without tiles."""
     from nntask.config import SUFFIXES
-    from wrappers.torch.flags import REFUSED
+    from wrappers.torch.trainer.flags import REFUSED
 
     flags: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, (nothing, why) in REFUSED.items():

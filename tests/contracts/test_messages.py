@@ -28,8 +28,8 @@ FOREIGN: Final[Mapping[str, str]] = {
     "nntask/data/hub.py": "the first line of an error of the Hub",
     "scheduler/drivers/cuda_cupy.py": "cuBLAS and cuDNN have no numbers that tell a broken device from a wrong call",
     "wrappers/dask/training/cluster.py": "OpenSSL's reasons of a failed handshake",
-    "wrappers/torch/devices.py": "PyTorch's figures on a card without free memory, and its CUDA errors of type RuntimeError",
-    "wrappers/torch/refusals.py": "the operator in PyTorch's error about control flow",
+    "wrappers/torch/tasks/devices.py": "PyTorch's figures on a card without free memory, and its CUDA errors of type RuntimeError",
+    "wrappers/torch/capture/refusals.py": "the operator in PyTorch's error about control flow",
 }
 """Module -> other library's message that it reads."""
 

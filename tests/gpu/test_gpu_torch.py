@@ -16,7 +16,8 @@ from support.torch_families import FAMILIES, make  # noqa: E402
 from scheduler.drivers.cuda_cupy import find_gpus  # noqa: E402
 from scheduler.drivers.gpu import NoGpu  # noqa: E402
 from tiles.kernels.cuda.array import DeviceArray  # noqa: E402
-from wrappers.torch import Session, devices  # noqa: E402
+from wrappers.torch import Session  # noqa: E402
+from wrappers.torch.tasks import devices  # noqa: E402
 
 USUAL = ("bert", "gpt_neox", "resnet", "mixtral", "t5")
 MOST_BESIDE = 64 << 20

@@ -16,7 +16,7 @@ import torch
 
 from nntask import NntaskError
 from wrappers.torch import Session
-from wrappers.torch.hosting import check_gpus
+from wrappers.torch.session.hosting import check_gpus
 
 
 class Mean(torch.nn.Module):

@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-_INDUCTOR: Final = "inductor.py"
+_HERE: Final = Path(__file__).parent
+_INDUCTOR: Final = _HERE / "tasks" / "inductor.py"
 _OF_CUDA: Final = "torch._C._cuda"
 """Prefix of names that only a PyTorch with CUDA has."""
 _TOLERANCE: Final = 1e-5
@@ -34,8 +35,7 @@ def find_fault(session: type[Any]) -> str | None:
     Args:
         session: class of sessions; passed in because its module imports this one.
     """
-    folder = Path(__file__).parent
-    if missing := missing_names(name for file in sorted(folder.glob("*.py")) if file.name != _INDUCTOR for name in names_in(file.read_text())):
+    if missing := missing_names(name for file in sorted(_HERE.rglob("*.py")) if file != _INDUCTOR for name in names_in(file.read_text())):
         return f"it lacks {', '.join(missing)}"
     try:
         difference = first_difference(partial(_step_of, session))
@@ -47,7 +47,7 @@ def find_fault(session: type[Any]) -> str | None:
 
 def find_fault_of_inductor() -> str | None:
     """Return which names this PyTorch lacks for compiled chains, in words; None if it has all."""
-    missing = missing_names(names_in((Path(__file__).parent / _INDUCTOR).read_text()))
+    missing = missing_names(names_in(_INDUCTOR.read_text()))
     return f"it lacks {', '.join(missing)}" if missing else None
 
 

@@ -17,11 +17,11 @@ from support.torch_families import eager, make
 
 from nntask import DataError, UsageError
 from wrappers.torch import Session, Trainer
-from wrappers.torch.calls import Capture, Ref, Storage
-from wrappers.torch.capture import CaptureTerms, capture
-from wrappers.torch.chains import Chain, ChainCompiler
-from wrappers.torch.inductor import check_compiler, compile_function
-from wrappers.torch.segments import segments_of
+from wrappers.torch.capture.capture import CaptureTerms, capture
+from wrappers.torch.tasks.calls import Capture, Ref, Storage
+from wrappers.torch.tasks.chains import Chain, ChainCompiler
+from wrappers.torch.tasks.inductor import check_compiler, compile_function
+from wrappers.torch.tasks.segments import segments_of
 
 pytest.importorskip("transformers")
 try:

@@ -23,8 +23,8 @@ from nntask.data import BatchStream, DataSpec, open_dataset  # noqa: E402
 from nntask.data.sampler import Windows  # noqa: E402
 from nntask.optim.lr_schedule import make_schedule  # noqa: E402
 from wrappers.cli import main  # noqa: E402
-from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
-from wrappers.torch.language import language_config  # noqa: E402
+from wrappers.torch.trainer.collation import Collator, load_tokenizer  # noqa: E402
+from wrappers.torch.trainer.language import language_config  # noqa: E402
 
 KINDS = {"stablelm": hf.AutoModelForCausalLM, "electra": hf.AutoModelForMaskedLM, "bart": hf.AutoModelForSeq2SeqLM}
 MOSTLY = ["electra", *(pytest.param(name, marks=pytest.mark.long) for name in ("stablelm", "bart"))]

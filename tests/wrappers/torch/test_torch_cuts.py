@@ -11,15 +11,15 @@ import torch
 from support.torch_families import FAMILIES, make
 from torch import nn
 
-import wrappers.torch.rows as rows
+import wrappers.torch.tasks.rows as rows
 from nntask import DataError, DoesNotFit, UsageError
 from wrappers.torch import Session
-from wrappers.torch.calls import aten
-from wrappers.torch.capture import CaptureTerms, capture
-from wrappers.torch.cuts import cut_parameters, tiles_of
-from wrappers.torch.kernels import torch_nbytes
-from wrappers.torch.objectives import loss_of, objective_of
-from wrappers.torch.sums import with_accumulated_sums
+from wrappers.torch.capture.capture import CaptureTerms, capture
+from wrappers.torch.capture.objectives import loss_of, objective_of
+from wrappers.torch.tasks.calls import aten
+from wrappers.torch.tasks.cuts import cut_parameters, tiles_of
+from wrappers.torch.tasks.kernels import torch_nbytes
+from wrappers.torch.tasks.sums import with_accumulated_sums
 
 pytest.importorskip("transformers")
 

@@ -22,13 +22,14 @@ from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.disk import staging_nbytes
 from scheduler.drivers.gpu import NoGpu
 from tiles.kernels import StreamPointer, kernel
-from wrappers.torch import Session, devices
-from wrappers.torch.calls import Call
-from wrappers.torch.capture import CaptureTerms, capture
-from wrappers.torch.hosting import GpuTerms, check_gpus
-from wrappers.torch.kernels import does_nothing, draws, gpu_rule_of, has_cuda_kernel, into_of
-from wrappers.torch.objectives import loss_of, objective_of
-from wrappers.torch.rules import num_uniforms
+from wrappers.torch import Session
+from wrappers.torch.capture.capture import CaptureTerms, capture
+from wrappers.torch.capture.objectives import loss_of, objective_of
+from wrappers.torch.session.hosting import GpuTerms, check_gpus
+from wrappers.torch.tasks import devices
+from wrappers.torch.tasks.calls import Call
+from wrappers.torch.tasks.kernels import does_nothing, draws, gpu_rule_of, has_cuda_kernel, into_of
+from wrappers.torch.tasks.rules import num_uniforms
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")

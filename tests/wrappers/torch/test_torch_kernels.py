@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wrappers.torch.rules import INTO  # noqa: E402
+from wrappers.torch.tasks.rules import INTO  # noqa: E402
 
 aten = torch.ops.aten
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}

@@ -20,8 +20,8 @@ from nntask import UsageError
 from wrappers.torch import Session, insides, releases
 from wrappers.torch.insides import RATE, first_difference, missing_names, names_in
 from wrappers.torch.releases import ACCELERATE, TORCH, TRANSFORMERS, Supported, check_release
-from wrappers.torch.trainer import Trainer
-from wrappers.torch.trainer_checks import OVERRIDDEN, fault_of_loop
+from wrappers.torch.trainer.trainer import Trainer
+from wrappers.torch.trainer.trainer_checks import OVERRIDDEN, fault_of_loop
 
 ROOT = Path(__file__).parents[3]
 RANGE = Supported("PyTorch", "torch", (2, 12), (2, 14))

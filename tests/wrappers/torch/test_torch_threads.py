@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import wrappers.torch.step as step
+import wrappers.torch.tasks.step as step
 from wrappers.torch import Session
-from wrappers.torch.threads import Threads
+from wrappers.torch.tasks.threads import Threads
 
 
 def openmp() -> ctypes.CDLL:

@@ -139,7 +139,7 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
     settings = asked.settings
     with naming(asked.sources):
         load_torch(asked.untiled)
-        from ...torch.training import plan
+        from ...torch.trainer.training import plan
 
         target = None
         if devices:

@@ -79,7 +79,7 @@ def _through_torch(asked: Request, untiled: tuple[Mapping[str, Any], str]) -> in
     assert asked.machine is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
         load_torch(untiled)
-        from ...torch.training import train
+        from ...torch.trainer.training import train
 
         announce = (lambda: None) if settings.run.dry_run else (lambda: print(through_torch(untiled)))
         return train(settings, asked.values, *untiled, asked.resumed, asked.machine, announce)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nntask import UsageError
 
-from .calls import Call, Guard, HostTensors, Ref, Role, Storage, aten, is_recomputing, refs_in
+from ..tasks.calls import Call, Guard, HostTensors, Ref, Role, Storage, aten, is_recomputing, refs_in
 from .refusals import line_of_program
 from .values import HostValues, origin_of_values, value_bytes
 

@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_map_only
 from nntask import UsageError
 from scheduler import Handle, Ticket
 
-from .batches import memory_of
-from .calls import Capture, Carried, Ref, Storage
-from .captures import PassUse
-from .emission import write_inputs
-from .kernels import tensor_of
-from .recorder import whole
+from ..capture.batches import memory_of
+from ..capture.recorder import whole
+from ..capture.values import HostValues
+from ..guards.snapshots import RandomState, Slot, Snapshot
+from ..guards.world import World
+from ..steps.captures import PassUse
+from ..steps.emission import write_inputs
+from ..steps.state import ModuleState, array_of
+from ..tasks.calls import Capture, Carried, Ref, Storage
+from ..tasks.kernels import tensor_of
 from .recording import RecordedStep
-from .snapshots import RandomState, Slot, Snapshot
-from .state import ModuleState, array_of
-from .values import HostValues
-from .world import World
 
 
 @dataclass(frozen=True, slots=True)

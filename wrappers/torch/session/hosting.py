@@ -24,8 +24,8 @@ from nntask.io import parse_size
 from scheduler import Runtime
 from scheduler.machine import RecordedTask
 
-from .kernels import OperationFailed
-from .threads import Threads, WhileOpen
+from ..tasks.kernels import OperationFailed
+from ..tasks.threads import Threads, WhileOpen
 
 
 class Host:

@@ -31,13 +31,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from nntask import UsageError
 from nntask.io import read_object, written_aside
 
-from .cuts import LARGEST_TILE
-from .files import MODEL, STATE, storage_errors
-from .inductor import check_compiler
-from .session import Session
-from .session_checks import check_module
+from ..guards.walk_code import Narrow
+from ..session.files import MODEL, STATE, storage_errors
+from ..session.session import Session
+from ..session.session_checks import check_module
+from ..tasks.cuts import LARGEST_TILE
+from ..tasks.inductor import check_compiler
 from .trainer_checks import check_arguments, check_trainer, check_trainer_packages
-from .walk_code import Narrow
 
 SCHEDULE: Final = "scheduler.json"
 RANDOM: Final = "rng_state.json"

@@ -30,29 +30,29 @@ from nntask.io import parse_size
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
-from .batches import check_batch, cut
-from .capture import Function
-from .captures import Captures, Purpose
-from .chains import ChainCompiler
-from .cuts import LARGEST_TILE, tiles_of
-from .dry import PassTerms
-from .emission import check_ids, key_of, value_of
+from ..capture.batches import check_batch, cut
+from ..capture.capture import Function
+from ..capture.objectives import Loss, loss_of, objective_of, read_by, scalar
+from ..capture.values import HostValues
+from ..releases import check_torch
+from ..steps.captures import Captures, Purpose
+from ..steps.dry import PassTerms
+from ..steps.emission import check_ids, key_of, value_of
+from ..steps.modules import first_values, give, let_go, saved_names, shared_buffers
+from ..steps.optimizers import SessionOptimizer, guarded, torch_optimizer
+from ..steps.state import ModuleState
+from ..steps.weights import attach_files
+from ..tasks.chains import ChainCompiler
+from ..tasks.cuts import LARGEST_TILE, tiles_of
 from .files import SessionFiles
 from .hosting import Host
 from .memory import release_unused
-from .modules import first_values, give, let_go, saved_names, shared_buffers
-from .objectives import Loss, loss_of, objective_of, read_by, scalar
-from .optimizers import SessionOptimizer, guarded, torch_optimizer
 from .python_state import bring_into_python, host_values, undone_on_failure, write_step
 from .recording import StepRecorder
-from .releases import check_torch
 from .session_checks import check_arguments
 from .session_values import SessionValues
 from .started import StartedStep
-from .state import ModuleState
-from .values import HostValues
 from .verify import Verifier
-from .weights import attach_files
 
 
 class Session(SessionFiles):

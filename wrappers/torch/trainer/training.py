@@ -22,20 +22,20 @@ from nntask.planning import CapturedStep, Needs, more_memory, no_collections, pl
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime
 
-from .calls import Capture
-from .captures import Captures
+from ..capture.objectives import loss_of, objective_of, scalar
+from ..releases import check_packages
+from ..session.memory import outside_budget
+from ..session.session import Session
+from ..steps.captures import Captures
+from ..steps.dry import PassTerms, captured_step
+from ..tasks.calls import Capture
+from ..tasks.cuts import LARGEST_TILE, tiles_of
+from ..tasks.segments import flops_of
+from ..tasks.step import Pass
 from .collation import Collator, load_tokenizer
-from .cuts import LARGEST_TILE, tiles_of
-from .dry import PassTerms, captured_step
 from .engine import TorchEngine
 from .flags import checked_settings
 from .language import TITLES, LanguageModelConfig, language_config
-from .memory import outside_budget
-from .objectives import loss_of, objective_of, scalar
-from .releases import check_packages
-from .segments import flops_of
-from .session import Session
-from .step import Pass
 
 
 def train(

@@ -10,11 +10,11 @@ from nntask.engine import Outcome
 from nntask.optim import norm_of
 from scheduler import Ticket
 
-from .emission import value_of
+from ..steps.emission import value_of
+from ..steps.state import ModuleState
 from .hosting import Host
 from .python_state import Leaving, bring_into_python
 from .recording import RecordedStep
-from .state import ModuleState
 
 OnFailure = Callable[[Exception, Ticket, int, Collection[str]], Exception]
 """Function of an error, the ticket of the failed step, its number and the names that it updates, which returns the error to raise."""

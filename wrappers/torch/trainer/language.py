@@ -22,8 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nntask import UsageError
 from nntask.io import LARGEST
 
-from .calls import recomputing
-from .weights import empty_parameters
+from ..steps.weights import empty_parameters
+from ..tasks.calls import recomputing
 
 Kind = Literal["causal", "masked", "pairs"]
 """Training task of a model: the next token, masked tokens, or the second half of a sequence from the first."""

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nntask import NntaskError, UsageError
 
-from .away import standing_for
-from .calls import Call
-from .capture import Applied, Function, with_hooks_of
-from .captures import Captures
-from .kernels import draws, generator_of, into_of
-from .optimizers import SessionOptimizer
-from .recorder import number_of_draw, whole
+from ..capture.capture import Applied, Function, with_hooks_of
+from ..capture.recorder import number_of_draw, whole
+from ..guards.away import standing_for
+from ..guards.snapshots import RandomState
+from ..guards.world import World
+from ..steps.captures import Captures
+from ..steps.optimizers import SessionOptimizer
+from ..tasks.calls import Call
+from ..tasks.kernels import draws, generator_of, into_of
 from .session_values import SessionValues
-from .snapshots import RandomState
-from .world import World
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference relative to the largest value of a tensor, by element type."""

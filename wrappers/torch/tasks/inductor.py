@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nntask import UsageError
 
+from ..releases import check_inductor
 from .calls import Ref
-from .releases import check_inductor
 
 _OPTIONS: Final = {
     **{"cpp.threads": 1, "compile_threads": 1},  # no pool of processes, which would stay alive

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from nntask import NntaskError, UsageError
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
-_HERE: Final = os.path.dirname(__file__) + os.sep
+_HERE: Final = str(Path(__file__).parents[1]) + os.sep
+"""Folder of all rooms of this package, whose frames are left out of messages."""
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from torch.nn.parameter import is_lazy
 
 from nntask import UsageError
 
-from .away import is_away
-from .inductor import check_compiler
-from .modules import named_tensors, saved_tensors
+from ..guards.away import is_away
+from ..steps.modules import named_tensors, saved_tensors
+from ..tasks.inductor import check_compiler
 
 
 def check_arguments(

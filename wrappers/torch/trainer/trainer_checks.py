@@ -11,8 +11,8 @@ import transformers
 
 from nntask import UsageError
 
-from .optimizers import torch_optimizer
-from .releases import ACCELERATE, TRANSFORMERS, check_release, check_torch
+from ..releases import ACCELERATE, TRANSFORMERS, check_release, check_torch
+from ..steps.optimizers import torch_optimizer
 
 ADVICE: Final[Mapping[str, str]] = {
     "bf16": "leave it out, and give the model in that type: model.to(torch.bfloat16)",

@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from nntask import UsageError
 from nntask.planning import no_collections
 
-from .batches import signature_of
-from .calls import Call, Capture, Carried, Ref, Storage
-from .capture import CaptureTerms, Function
+from ..capture.batches import signature_of
+from ..capture.capture import CaptureTerms, Function
+from ..capture.objectives import call
+from ..capture.values import HostValues
+from ..guards.snapshots import RandomState, Snapshot
+from ..guards.world import World
+from ..tasks.calls import Call, Capture, Carried, Ref, Storage
+from ..tasks.step import Pass
 from .dry import PassTerms, pass_of
 from .modules import evaluating, named_tensors
-from .objectives import call
-from .snapshots import RandomState, Snapshot
-from .step import Pass
-from .values import HostValues
-from .world import World
 
 Purpose = Literal["train", "evaluate", "predict"]
 """Purpose of a step: an update, a loss, or the module's result."""

@@ -23,7 +23,7 @@ import torch
 from nntask import DataError, StorageError, UsageError
 from nntask.io import checksum_of, load_tensors, read_text, save_tensors, sealed, unsealed, written_aside
 
-from .optimizers import SessionOptimizer
+from ..steps.optimizers import SessionOptimizer
 from .session_values import SessionValues
 from .started import StartedStep
 

@@ -19,9 +19,9 @@ from nntask.inference import HOW, choose, sample_prompt
 from scheduler import Step
 from tiles import TileTensor
 
+from ..session.session import Session
+from ..session.started import StartedStep
 from .collation import Collator
-from .session import Session
-from .started import StartedStep
 
 
 class TorchEngine:

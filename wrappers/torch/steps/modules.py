@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from nntask import UsageError
 
-from .away import bring_back, is_away, send_away
+from ..guards.away import bring_back, is_away, send_away
 
 
 @contextmanager

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from nntask import UsageError
 
-from .away import standing_for
+from ..guards.away import standing_for
+from ..guards.snapshots import RandomState, Snapshot
+from ..guards.world import World
+from ..tasks.calls import Capture, Carried, Ref, aten
 from .batches import layout_of
-from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
 from .recorder import CallRecorder
 from .refusals import refusals
-from .snapshots import RandomState, Snapshot
 from .values import HostValues
-from .world import World
 
 Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
 """Function of a module and a batch that returns the result of a pass."""

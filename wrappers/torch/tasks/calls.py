@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .snapshots import Slot
+from ..guards.snapshots import Slot
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 

@@ -18,17 +18,17 @@ from scheduler import Handle, Runtime, Step
 from scheduler.planning import AUTO, NONE, as_asked
 from tiles import TileTensor
 
-from .batches import check_batch, shapes_of
-from .calls import Guard, HostTensors, Storage, refs_in
-from .captures import Captures, PassUse, Purpose, Values
-from .dry import captured_step
-from .emission import StepTasks
+from ..capture.batches import check_batch, shapes_of
+from ..capture.values import origin_of_values
+from ..steps.captures import Captures, PassUse, Purpose, Values
+from ..steps.dry import captured_step
+from ..steps.emission import StepTasks
+from ..steps.optimizers import SessionOptimizer
+from ..steps.state import ModuleState
+from ..tasks.calls import Guard, HostTensors, Storage, refs_in
+from ..tasks.step import Pass
 from .hosting import fallbacks_of
 from .memory import release_unused
-from .optimizers import SessionOptimizer
-from .state import ModuleState
-from .step import Pass
-from .values import origin_of_values
 
 MOST_STEPS: Final = 8
 """Largest number of recorded steps for each purpose; a dropped one is recorded anew when its shape is used."""

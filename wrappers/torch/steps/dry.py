@@ -13,15 +13,15 @@ import torch
 from nntask.planning import CapturedStep, untouched
 from scheduler import CapturingRuntime
 
-from .capture import CaptureTerms, Function, capture
-from .chains import ChainCompiler
-from .cuts import cut_parameters
+from ..capture.capture import CaptureTerms, Function, capture
+from ..tasks.chains import ChainCompiler
+from ..tasks.cuts import cut_parameters
+from ..tasks.step import Pass
+from ..tasks.sums import with_accumulated_sums
 from .emission import StepTasks, key_of, num_rows_of
 from .modules import saved_names
 from .optimizers import optimizer_on
 from .state import ModuleState, gradient_dtype_of
-from .step import Pass
-from .sums import with_accumulated_sums
 from .weights import attach_files
 
 _ONE_AT_ONCE: Final = threading.Lock()

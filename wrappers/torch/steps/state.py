@@ -19,12 +19,12 @@ from nntask.nn import ParameterEdge, initializers
 from scheduler import CapturingRuntime, Handle, Runtime, SchedulerError, TaskRuntime
 from tiles import TileTensor
 
-from .away import bring_back, send_away
-from .calls import Storage, TileKey
-from .devices import as_tensor
+from ..capture.recorder import whole
+from ..guards.away import bring_back, send_away
+from ..tasks.calls import Storage, TileKey
+from ..tasks.devices import as_tensor
+from ..tasks.step import numpy_dtype, shape_of
 from .modules import first_values
-from .recorder import whole
-from .step import numpy_dtype, shape_of
 
 _WIDTH: Final = 1024
 """Number of 8-byte words in a row of `fingerprint`."""

@@ -20,7 +20,7 @@ Origin = Literal["user", "library", "torch"]
 """Author of some code: the program, an installed package, or PyTorch and ours, whose state does not belong to a program."""
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
-_OWN: Final = str(Path(__file__).resolve().parents[2])
+_OWN: Final = str(Path(__file__).resolve().parents[3])
 _OURS: Final = tuple(os.path.join(_OWN, name) + os.sep for name in ("nntask", "tiles", "scheduler", "wrappers"))
 _LIBRARIES: Final = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

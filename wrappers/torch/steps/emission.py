@@ -14,14 +14,14 @@ from nntask.optim import Optimizer
 from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
 from tiles import TileTensor
 
-from .batches import layout_of, memory_of
-from .calls import Capture, Ref, Storage, aten
-from .devices import HOST, as_bytes, compute_on_gpu
-from .eager_forms import Fields
-from .kernels import tensor_of
-from .recorder import HOST_INPUT
+from ..capture.batches import layout_of, memory_of
+from ..capture.eager_forms import Fields
+from ..capture.recorder import HOST_INPUT
+from ..tasks.calls import Capture, Ref, Storage, aten
+from ..tasks.devices import HOST, as_bytes, compute_on_gpu
+from ..tasks.kernels import tensor_of
+from ..tasks.step import Pass
 from .state import ModuleState, array_of, tensor_of_one_tile
-from .step import Pass
 
 
 class StepTasks:

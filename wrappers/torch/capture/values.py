@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .calls import Call, Guard, HostTensors, Ref, Storage
-from .kernels import Program, generator_of, tensor_of
+from ..tasks.calls import Call, Guard, HostTensors, Ref, Storage
+from ..tasks.kernels import Program, generator_of, tensor_of
 
 ValueOf = Callable[[Storage], torch.Tensor]
 """Function that returns the bytes, (nbytes,) uint8 and read-only, of a storage that exists before the pass."""

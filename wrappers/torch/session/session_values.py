@@ -9,9 +9,9 @@ import torch
 from nntask import UsageError
 from tiles import TileTensor
 
-from .away import is_away
-from .modules import is_frozen, named_tensors, saved_names, saved_tensors
-from .state import ModuleState, tensor_from
+from ..guards.away import is_away
+from ..steps.modules import is_frozen, named_tensors, saved_names, saved_tensors
+from ..steps.state import ModuleState, tensor_from
 
 
 class SessionValues:
