@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..errors import UsageError
 from ..hardware.machine_request import NO_BUDGET, Budget, DeviceSize, DiskSpec, MachineRequest
 from ..hardware.machine_spec import MachineSpec, check_budgets, requested_devices, with_budgets
@@ -66,12 +68,17 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
     return requested_devices(request_of(resources, has_disk=checks), dtype, checks=checks)
 
 
-def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:
+def machine_of(resources: ResourceSettings, dtype: str = "fp32", *, ram: Budget | None = None) -> MachineSpec:
     """Return the machine that settings ask for, with every budget.
+
+    Args:
+        dtype: value of --dtype.
+        ram: budget of host memory of a program that has parsed it; None for that of the settings.
 
     Raises:
         UsageError, DoesNotFit: `devices_of` or `check_budgets` raises it.
     """
-    machine = with_budgets(devices_of(resources, dtype))
+    machine = devices_of(resources, dtype)
+    machine = with_budgets(machine if ram is None else replace(machine, ram=ram))
     check_budgets(machine)
     return machine

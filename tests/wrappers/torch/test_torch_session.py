@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from nntask import DataError, DoesNotFit, UsageError
 from nntask.config import ResourceSettings, machine_of
 from nntask.hardware import open_runtime
 from wrappers.torch import Session, empty_parameters
+from wrappers.torch.session.arguments import grouped
 
 pytest.importorskip("transformers")
 
@@ -701,3 +704,14 @@ def test_operations_made_again_change_nothing_and_are_of_training_alone() -> Non
         pytest.raises(UsageError, match=r"^recompute='glue': this step has no results of 'glue' to recompute"),
     ):
         session.step(input=torch.ones(2, 4))
+
+
+def test_every_keyword_is_the_field_of_one_group_and_others_are_options() -> None:
+    """Users type single keywords; help shows all of them with their defaults."""
+    learning, resources, execution, options = grouped({"lr": 1.0, "ram": "2MB", "verify": 1, "weight_decay": 0.5})
+    assert (learning.lr, resources.ram, execution.verify, options) == (1.0, "2MB", 1, {"weight_decay": 0.5})
+    names = [f.name for group in (learning, resources, execution) for f in fields(group)]
+    assert len(names) == len(set(names))
+    shown = inspect.signature(Session).parameters
+    assert list(shown) == ["module", "optimizer", *names, "options"]
+    assert shown["threads"].default == resources.threads == 1

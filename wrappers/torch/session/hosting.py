@@ -19,13 +19,14 @@ import torch
 import scheduler
 from nntask import DoesNotFit, NntaskError, StorageError, UsageError
 from nntask.config import ResourceSettings, machine_of
-from nntask.hardware import FAILURES, MachineSpec, is_device, open_runtime, reuse_freed_memory
+from nntask.hardware import FAILURES, Budget, MachineSpec, is_device, open_runtime, reuse_freed_memory
 from nntask.io import parse_size
 from scheduler import Runtime
 from scheduler.machine import RecordedTask
 
 from ..tasks.kernels import OperationFailed
 from ..tasks.threads import Threads, WhileOpen
+from .arguments import Resources
 
 
 class Host:
@@ -33,9 +34,8 @@ class Host:
 
     Args:
         module: module to train.
-        on: a machine and its runtime, which the caller has opened and will close; None to open one.
-        threads: number of PyTorch's threads inside an operation.
-        resources: arguments of `machine_with`; without `workers`, their number is that of the cores divided by `threads`.
+        resources: machine and runtime of the caller, or the devices and memory of one to open; without `workers`, their number is that of the cores
+            divided by `threads`.
 
     Raises:
         UsageError, DoesNotFit: an argument breaks a rule, or a budget is too large, as described at `Session`.
@@ -46,13 +46,14 @@ class Host:
         is_borrowed: whether the runtime belongs to the caller.
     """
 
-    def __init__(self, module: torch.nn.Module, on: tuple[MachineSpec, Runtime] | None, threads: int, resources: dict[str, Any]) -> None:
+    def __init__(self, module: torch.nn.Module, resources: Resources) -> None:
+        on, threads = resources.on, resources.threads
         self.threads, self.is_borrowed = threads, on is not None
         self._settings: list[WhileOpen] = [Threads(threads)]
         try:
             if on is None:
-                machine = machine_with(**resources)
-                if resources["workers"] is None and machine.num_cpu:
+                machine = machine_with(resources)
+                if resources.workers is None and machine.num_cpu:
                     machine = replace(machine, num_cpu=max(1, machine.num_cpu // threads))
                 reuse_freed_memory()
                 on = machine, open_runtime(machine)
@@ -109,35 +110,32 @@ def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Except
     return DoesNotFit(shortage.fact, raised, shortage=shortage)
 
 
-def machine_with(
-    *, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, workers: int | None, ram: int | str | None, disk: str | os.PathLike[str] | None
-) -> MachineSpec:
-    """Return the machine of a session; the arguments are those of `Session`.
+def machine_with(asked: Resources) -> MachineSpec:
+    """Return the machine that arguments of `Session` describe.
 
     Raises:
         UsageError: requested GPUs are not available, or an argument breaks a rule.
         DoesNotFit: a budget is above the memory that this process may use.
     """
+    ngpu, workers = asked.ngpu, asked.workers
     if ngpu is not None and ngpu < 0:
         raise UsageError(f"ngpu must be at least 0, or None for all GPUs, got {ngpu}; use 0")
-    if ngpu and sim_gpu:
-        raise UsageError(f"devices are real or simulated, got ngpu={ngpu} and sim_gpu={sim_gpu}; drop one of them")
+    if ngpu and asked.sim_gpu:
+        raise UsageError(f"devices are real or simulated, got ngpu={ngpu} and sim_gpu={asked.sim_gpu}; drop one of them")
     if workers is not None and workers < 0:
         raise UsageError(f"workers must be at least 0, or None for one a core, got {workers}; use 1")
-    if workers == 0 and ngpu == 0 and not sim_gpu:
+    if workers == 0 and ngpu == 0 and not asked.sim_gpu:
         raise UsageError("workers must be at least 1 without GPUs, got 0; use 1, or sim_gpu=1")
-    if ram is not None:
-        ram = str(parse_size(str(ram), "ram"))
     return machine_of(
         ResourceSettings(
             ncpu=workers,
             ngpu=ngpu,
-            sim_gpu=sim_gpu,
-            gpu_memory=gpu_memory or "",
-            ram=ram or "",
-            disk=os.fspath(disk or ""),
+            sim_gpu=asked.sim_gpu,
+            gpu_memory=asked.gpu_memory or "",
+            disk=os.fspath(asked.disk or ""),
             graphs=False,  # a graph cannot contain memory that PyTorch allocates between kernels
-        )
+        ),
+        ram=None if asked.ram is None else Budget(parse_size(str(asked.ram), "ram"), True, str(asked.ram)),
     )
 
 

@@ -12,7 +12,6 @@ that memory holds the weights once. `load_into` returns the values.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,14 +24,12 @@ import numpy as np
 import torch
 
 from nntask import UsageError
-from nntask.hardware import MachineSpec
 from nntask.io import parse_size
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
 from ..capture.batches import check_batch, cut
-from ..capture.capture import Function
-from ..capture.objectives import Loss, loss_of, objective_of, read_by, scalar
+from ..capture.objectives import loss_of, objective_of, read_by, scalar
 from ..capture.values import HostValues
 from ..releases import check_torch
 from ..steps.captures import Captures, Purpose
@@ -43,7 +40,8 @@ from ..steps.optimizers import SessionOptimizer, guarded, torch_optimizer
 from ..steps.state import ModuleState
 from ..steps.weights import attach_files
 from ..tasks.chains import ChainCompiler
-from ..tasks.cuts import LARGEST_TILE, tiles_of
+from ..tasks.cuts import tiles_of
+from .arguments import grouped, signature
 from .files import SessionFiles
 from .hosting import Host
 from .memory import release_unused
@@ -62,6 +60,7 @@ class Session(SessionFiles):
         module: any module on the CPU, or with `weights` a module without values. Its tensors move into the session.
         optimizer: "sgd", "adam", "adamw", or an instance of these classes of torch.optim over the module's parameters. Every step reads the options
             of its groups, so that PyTorch's schedulers work; its state is in the session.
+        arguments: the keywords below, which are handed on as three groups, `Learning`, `Resources` and `Execution` (`arguments`).
         lr: learning rate of an optimizer given by name.
         loss: function of the module's result and the batch that returns a scalar; None if the result has the loss (`.loss`), or is the loss.
         objective: function of the module and a batch that returns the loss, instead of a call of the module and `loss`; None for these two.
@@ -103,76 +102,54 @@ class Session(SessionFiles):
         num_steps: number of completed optimizer steps.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: str | torch.optim.Optimizer = "adamw",
-        *,
-        lr: float | None = None,
-        loss: Loss | None = None,
-        objective: Function | None = None,
-        minibatches: int = 1,
-        max_grad_norm: float = 0.0,
-        seed: int = 0,
-        ram: int | str | None = None,
-        disk: str | os.PathLike[str] | None = None,
-        workers: int | None = None,
-        threads: int = 1,
-        ngpu: int | None = 0,
-        sim_gpu: int = 0,
-        gpu_memory: str | None = None,
-        on: tuple[MachineSpec, Runtime] | None = None,
-        order: str = "auto",
-        recompute: str = "auto",
-        largest_tile: str = LARGEST_TILE,
-        weights: str | os.PathLike[str] | None = None,
-        compiled: bool = False,
-        verify: int = 0,
-        **options: Any,
-    ) -> None:
+    __signature__ = signature()
+
+    def __init__(self, module: torch.nn.Module, optimizer: str | torch.optim.Optimizer = "adamw", **arguments: Any) -> None:
         check_torch(Session)
-        numbers = {"seed": seed, "threads": threads, "minibatches": minibatches, "verify": verify}
-        check_arguments(module, has_weights=weights is not None, ngpu=ngpu, compiled=compiled, **numbers)
-        self.module, self.optimizer = module, torch_optimizer(optimizer, module, lr, options)
-        self._seed, self._num_minibatches, self._is_compiled = seed, minibatches, compiled
-        max_norm = 0.0 if max_grad_norm == inf else max_grad_norm  # infinity only measures, as in torch.nn.utils.clip_grad_norm_
+        learning, resources, execution, options = grouped(arguments)
+        check_arguments(module, learning, resources, execution)
+        self.module, self.optimizer = module, torch_optimizer(optimizer, module, learning.lr, options)
+        self._learning, self._execution = learning, execution
         self.num_steps, self._half_done, self._is_closed = 0, "", False
         self._guards = ExitStack()  # guards of module and optimizer while the session is open
         self._started: deque[StartedStep] = deque()
-        tiles, shared = tiles_of(module.named_parameters(), parse_size(str(largest_tile), "largest_tile")), shared_buffers(module)
-        function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
-        resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
-        self._host = Host(module, on, threads, resources)
+        tiles = tiles_of(module.named_parameters(), parse_size(str(execution.largest_tile), "largest_tile"))
+        shared = shared_buffers(module)
+        function = scalar(learning.objective or objective_of(learning.loss or loss_of))
+        self._host = Host(module, resources)
         self.runtime: Runtime = self._host.runtime
         try:
-            with self._host.user_errors(), self._taken(None if weights is None else Path(weights), tiles, max_norm):
-                terms = PassTerms(tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
+            with self._host.user_errors(), self._taken(tiles):
+                terms = PassTerms(tiles, ChainCompiler() if execution.compiled else None, self._host.machine.has_gpus)
+                roots = read_by(learning.objective or learning.loss)
                 self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
-                self._prepare(verify, order, recompute)
+                self._prepare()
         except BaseException:
             self.close()
             raise
         release_unused()
 
     @contextmanager
-    def _taken(self, weights: Path | None, tiles: Mapping[str, tuple[int, int]], max_norm: float) -> Iterator[None]:
+    def _taken(self, tiles: Mapping[str, tuple[int, int]]) -> Iterator[None]:
         """Create the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
         self.state = ModuleState(self.module, self.runtime, tiles)
-        values = first_values(self.module)
+        values, weights = first_values(self.module), self._execution.weights
         if weights is not None:
             saved = saved_names(self.module)
-            attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, self.module)
+            attach_files(Path(weights), {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, self.module)
             values = {name: value for name, value in values.items() if name not in saved}
+        max_norm = self._learning.max_grad_norm
+        max_norm = 0.0 if max_norm == inf else max_norm  # infinity only measures, as in torch.nn.utils.clip_grad_norm_
         with self.state.take(values):
             self._optimizer = SessionOptimizer(self.optimizer, self.module, self.state.parameters, max_norm)
             self._key = key_of(self.runtime)
-            self._key.write(np.array([self._seed, 0], np.uint64))
+            self._key.write(np.array([self._learning.seed, 0], np.uint64))
             self.runtime.wait()
             self._guards.enter_context(let_go(self.module))
             self._guards.enter_context(guarded(self.optimizer))
             yield
 
-    def _prepare(self, verify: int, order: str, recompute: str) -> None:
+    def _prepare(self) -> None:
         """Create the recorder of steps and the comparison with eager PyTorch."""
         self._steps = StepRecorder(
             self._captures,
@@ -180,11 +157,11 @@ class Session(SessionFiles):
             self._key,
             self._optimizer,
             machine=None if self._host.is_borrowed else self._host.machine,
-            order=order,
-            recompute=recompute,
+            order=self._execution.order,
+            recompute=self._execution.recompute,
         )
         self._module_values = SessionValues(self.module, self.state, self._captures.own)
-        self._verifier = Verifier(verify, self._captures, self._optimizer, self._module_values)
+        self._verifier = Verifier(self._execution.verify, self._captures, self._optimizer, self._module_values)
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -212,8 +189,8 @@ class Session(SessionFiles):
 
     def start(self, **batch: Any) -> StartedStep:
         """Begin one optimizer step and return immediately while fewer than two are in flight; arguments and errors are those of `step`."""
-        check_batch(batch, self._num_minibatches, learns=True)
-        return self.start_minibatches(cut(batch, self._num_minibatches))
+        check_batch(batch, self._learning.minibatches, learns=True)
+        return self.start_minibatches(cut(batch, self._learning.minibatches))
 
     def start_minibatches(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> StartedStep:
         """Begin one optimizer step on given minibatches, which may differ in number and shape from those of other steps.
@@ -232,7 +209,7 @@ class Session(SessionFiles):
         expected = None
         if self._verifier.wants(self.num_steps):
             self._wait_for_started()
-            expected = self._verifier.expected(minibatches, divisor, (self._seed, self.num_steps + 1))
+            expected = self._verifier.expected(minibatches, divisor, (self._learning.seed, self.num_steps + 1))
         with undone_on_failure(self._captures.world) as undo:
             with self._host.user_errors():
                 recorded, uses = self._steps.step_for("train", minibatches, divisor, self._values)
@@ -242,7 +219,7 @@ class Session(SessionFiles):
             self._check_whole()
             with self._host.user_errors():
                 leavings = write_step(recorded, uses, minibatches, self._captures.world, self.state)
-                self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
+                self._key.write(np.array([self._learning.seed, self.num_steps + 1], np.uint64))
                 self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
                 ticket = recorded.step.replay()
         self.num_steps += 1
@@ -259,7 +236,7 @@ class Session(SessionFiles):
 
     def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
         """Return the values of tensors at the beginning of the next step."""
-        return host_values(minibatch, (self._seed, self.num_steps + 1, number), self._captures.world, self.state)
+        return host_values(minibatch, (self._learning.seed, self.num_steps + 1, number), self._captures.world, self.state)
 
     def _note_failure(self, error: Exception, ticket: Ticket, number: int, updated: Collection[str]) -> Exception:
         """Note that a step has failed: it is left out, or, if it has changed anything, the session cannot continue.
@@ -354,11 +331,11 @@ class Session(SessionFiles):
     @property
     def _numerics(self) -> dict[str, Any]:
         return {
-            "seed": self._seed,
-            "minibatches": self._num_minibatches,
+            "seed": self._learning.seed,
+            "minibatches": self._learning.minibatches,
             "kind of device": "cuda" if self._host.machine.has_gpus else "cpu",
             "threads": self._host.threads,
-            "compiled": self._is_compiled,
+            "compiled": self._execution.compiled,
             "rows_of_tiles": {name: rows for name, (_, rows) in self.state.tiles.items()},
         }
 

@@ -10,17 +10,17 @@ from nntask import UsageError
 from ..guards.away import is_away
 from ..steps.modules import named_tensors, saved_tensors
 from ..tasks.inductor import check_compiler
+from .arguments import Execution, Learning, Resources
 
 
-def check_arguments(
-    module: torch.nn.Module, *, has_weights: bool, seed: int, threads: int, minibatches: int, verify: int, ngpu: int | None, compiled: bool
-) -> None:
-    """Check the arguments of a session; `has_weights` is whether files have the values of the module's `state_dict`.
+def check_arguments(module: torch.nn.Module, learning: Learning, resources: Resources, execution: Execution) -> None:
+    """Check the arguments of a session.
 
     Raises:
         UsageError: a number is out of range, the module is unsuitable (`check_module`), a comparison or compiled chains are combined with GPUs, or
             there is no compiler.
     """
+    seed, minibatches, threads, ngpu, verify = learning.seed, learning.minibatches, resources.threads, resources.ngpu, execution.verify
     if not 0 <= seed < 1 << 63:
         raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
     if not isinstance(verify, int) or verify < 0:
@@ -29,10 +29,10 @@ def check_arguments(
         raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 leaves the cores to minibatches that run in parallel")
     if not isinstance(minibatches, int) or minibatches < 1:
         raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
-    check_module(module, has_weights=has_weights)
+    check_module(module, has_weights=execution.weights is not None)
     if verify and ngpu != 0:
         raise UsageError(f"verify= compares with PyTorch on CPUs, which draws other random numbers than GPUs, got ngpu={ngpu}; use ngpu=0")
-    if compiled:
+    if execution.compiled:
         check_compiler()
         if ngpu != 0:
             raise UsageError(f"compiled chains run on CPUs only, got compiled=True with ngpu={ngpu}; leave one of them out")
