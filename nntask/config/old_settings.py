@@ -88,23 +88,25 @@ def _words_of(value: Any) -> tuple[str, ...]:
     return (str(value).lower(), f"{value:g}") if isinstance(value, (int, float)) and not isinstance(value, bool) else (str(value).lower(),)
 
 
-def translated(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def translated(values: Mapping[str, Any], source: str, keys: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return settings by their present names.
 
     Args:
         values: present or old name of a setting -> value, of the right type.
         source: name of their file, for messages.
+        keys: name of a setting -> its key as the file spells it, for messages; None for keys that are these names.
 
     Raises:
         UsageError: an old setting contradicts another one.
     """
-    asked = _with_effect(values)
+    asked, spelled = _with_effect(values), {name: name for name in values} | dict(keys or {})
     if asked.get("full_lr_iter", 1) < 1:
-        raise UsageError(f"full_lr_iter in {source} must be at least 1, got {asked['full_lr_iter']}; the nearest legal value is 1")
+        raise UsageError(f"{spelled['full_lr_iter']} in {source} must be at least 1, got {asked['full_lr_iter']}; the nearest legal value is 1")
     new = {name: value for name, value in values.items() if name not in _OLD}
     for old, name, value in _replacements(asked, values):
         if values.get(name, value) not in (value, *_UNSET.get(name, ())):
-            raise UsageError(f"{old} = {asked[old]} in {source} means {name} = {value}, got {name} = {values[name]}; drop one of them")
+            key = spelled[name]
+            raise UsageError(f"{spelled[old]} = {asked[old]} in {source} means {key} = {value}, got {key} = {values[name]}; drop one of them")
         if name not in _IMPLIED:
             new[name] = value
     if new.get("optimizer") == "fusedadamw":
@@ -166,8 +168,8 @@ def _replacements(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Iterat
         yield "load_checkpoint", "init_from", asked["load_checkpoint"]
 
 
-def lost(values: Mapping[str, Any], source: str) -> Iterator[str]:
-    """Yield a sentence for each old setting in `values` that asks for something which training no longer does."""
+def lost(values: Mapping[str, Any], source: str, keys: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield a sentence for each old setting in `values` that asks for something which training no longer does; arguments as for `translated`."""
     for name in _LOST:
         if name in values and values[name] != _OLD[name].without_effect:
-            yield f"{name} in {source} has no effect; {_OLD[name].instead}"
+            yield f"{(keys or {}).get(name, name)} in {source} has no effect; {_OLD[name].instead}"

@@ -68,6 +68,8 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
             for name, texts in zip(counts, (corpus.train, corpus.validation), strict=True):
                 if texts or name == "train.bin":
                     counts[name] = write_tokens(texts, new / name, tokenizer, spec.vocab_size, report, f"to {output / name}")
+    except BrokenPipeError:  # of the reader of a report
+        raise
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
     findings = tuple(each for name in counts for each in findings_of(output / name))

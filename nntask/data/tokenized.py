@@ -217,7 +217,7 @@ class cache_errors:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # of the reader of a report
             raise DataError(
                 f"cannot use the cache {cache_directory()}: {error.strerror or error}", "set NNTASK_CACHE to a writable directory with space"
             ) from None

@@ -1,9 +1,11 @@
 """Flags as text: the command line, TOML and the environment accept and refuse the same things."""
 
 import itertools
+import json
 import os
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from support.commands import flag_tables
@@ -270,7 +272,7 @@ def test_errors_name_what_was_set():
         ('restrict = "cuda"', [], "; drop restrict = cuda, or "),
         ('restrict = "cuda"', ["--sim-gpu=1"], "devices are real or simulated, got restrict = cuda in {} and --sim-gpu 1; drop"),
         ("start_lr = -1.0\nfull_lr_iter = 3", [], "start_lr in {} must be a finite number of at least 0, got -1;"),
-        ("full-lr-iter = 0", [], "full_lr_iter in {} must be at least 1, got 0;"),
+        ("full-lr-iter = 0", [], "full-lr-iter in {} must be at least 1, got 0;"),
         ("nepochs_warmup = -1", [], "nepochs_warmup in {} must be 0 or more, got -1;"),
         ("nepochs = -1", [], "nepochs in {} must be 0 or more, got -1;"),
         ('load_checkpoint = "nope"\nmodel = "tiny"', [], "load_checkpoint = nope in {} brings its own config and weights, and model = tiny in {}"),
@@ -312,6 +314,50 @@ def test_an_error_names_the_variable(environ, words):
     with pytest.raises(UsageError) as error:
         request([], environ)
     assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("spelled", [str, lambda key: key.replace("_", "-")])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"redux": True, "lanes": 2},
+        {"flashattention": False, "gpu_attention": "cudnn"},
+        {"full_lr_iter": 5, "warmup_steps": 3},
+        {"full_lr_iter": 5, "warmup_start_lr": 0.1},
+        {"full_lr_iter": 0},
+        {"restrict": "cpu", "sim_gpu": 2},
+        {"load_checkpoint": "w.safetensors", "init_from": "run"},
+    ],
+)
+def test_keys_are_spelt_as_the_file_has_them(spelled, values):
+    """With dashes or with underscores, in errors about old keys and the present ones that they contradict."""
+    keys = [spelled(key) for key in values]
+    with pytest.raises(UsageError) as error:
+        from_toml("\n".join(f"{key} = {json.dumps(value)}" for key, value in zip(keys, values.values(), strict=True)), "x.toml", TABLE)
+    other = {key.replace("-", "_") if "-" in key else key.replace("_", "-") for key in keys} - set(keys)
+    assert any(key in str(error.value) for key in keys)
+    assert not any(key in str(error.value) for key in other)
+
+
+def test_complaints_spell_the_key_as_the_file_has_it(capsys):
+    """Those about old settings without an effect."""
+    from_toml("nforward-warmup = 2\nsave_checkpoint = 'w'", "x.toml", TABLE)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" in x.toml")[0] for line in lines] == ["nntask: nforward-warmup", "nntask: save_checkpoint"]
+
+
+@pytest.mark.parametrize("way", ["--config-path=small.json", "--model=tiny"])
+def test_weights_of_a_file_are_used_with_a_typed_model_or_refused(way, tmp_path, monkeypatch):
+    """load_checkpoint names weights of the model of another flag, so typing that flag does not drop them silently."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.json").write_text(json.dumps(PRESETS["tiny"].to_dict()))
+    Path("x.toml").write_text('load_checkpoint = "w.safetensors"')
+    assert request(["--config=x.toml", way, "--ncpu=1"], {}).settings.checkpoints.init_from == "w.safetensors"
+    Path("x.toml").write_text('load_checkpoint = "w"')
+    with pytest.raises(UsageError, match=r"^load_checkpoint = w in x.toml brings its own config and weights, and --(config-path|model) "):
+        request(["--config=x.toml", way, "--ncpu=1"], {})
+    Path("x.toml").write_text('init_from = "w"')
+    assert request(["--config=x.toml", way, "--ncpu=1"], {}).settings.checkpoints.init_from == ""
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

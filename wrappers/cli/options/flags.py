@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -318,19 +318,23 @@ def from_toml(text: str, path: str, table: Table) -> tuple[dict[str, Any], dict[
             both = values_of(table[name], word, f"{key} in {path}", table)
             entries |= {other: FileEntry(f"{SUFFIXES[other.replace('-', '_')].name} in {key}", word) for other in both.keys() - {name}}
             values |= both
-    for sentence in lost(old, path):
+    keys = {key.replace("-", "_"): key for key, _ in pairs}
+    for sentence in lost(old, path, keys):
         complain(sentence)
     fields = {**{name.replace("-", "_"): value for name, value in values.items()}, **old}
     entries |= {name.replace("_", "-"): entries[by.replace("_", "-")] for name, by in replaced(fields).items()}
-    settings = {field.replace("_", "-"): value for field, value in translated(fields, path).items()}
+    settings = {field.replace("_", "-"): value for field, value in translated(fields, path, keys).items()}
     return settings, {name: entries[name] for name in settings}
 
 
-def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any], weights: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of `lower` and `upper`; `upper` wins.
 
     If `upper` names the model in one way, the other ways in `lower` are dropped. A flag in `upper` sets its whole value: without a second part
     (`nntask.config.SUFFIXES`), that of `lower` is dropped.
+
+    Args:
+        weights: flags of `lower` that name weights alone, whatever their file is, and so never a model.
     """
     from nntask.config import SUFFIXES, brings_config
 
@@ -338,7 +342,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         named = {"model", "config-path"} & set(values)
         return named | {"init-from"} if brings_config(values.get("init-from", "")) else named
 
-    dropped = ways(lower) if ways(upper) else set()
+    dropped = ways(lower) - set(weights) if ways(upper) else set()
     dropped |= {inner.replace("_", "-") for inner, suffix in SUFFIXES.items() if suffix.flag.replace("_", "-") in upper}
     merged = {name: value for name, value in lower.items() if name not in dropped}
     merged.update(upper)

@@ -30,6 +30,10 @@ _LOST_ON_RESUME: Final = ("loss_reduction", "strict", "save_checkpoint", "save_o
 """Old settings that had an effect on a resumed run and have none now."""
 
 
+_OLD_WEIGHTS: Final = "load_checkpoint"
+"""Old key of a TOML file that names weights for the model of another flag, never a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class SettingOrigin:
     """Key of a TOML file, or environment variable, that has set a flag.
@@ -180,7 +184,8 @@ def _explicit(
     for sentence in unknown_variables(environ):
         complain(sentence)
     sources = {name: source for name, source in sources.items() if name not in typed}
-    return merge(explicit, typed), sources, of_command, frozenset(stated)
+    weights = {name for name, entry in entries.items() if entry.key.replace("-", "_") == _OLD_WEIGHTS}
+    return merge(explicit, typed, weights), sources, of_command, frozenset(stated)
 
 
 def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mapping[str, Any], str] | None:
