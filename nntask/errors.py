@@ -12,35 +12,66 @@
     └── ClusterError             6   a cluster cannot be used, or failed; the newest checkpoint is whole
 
 Each message is one plain sentence: the rule, the values received, the remedy. Code that needs a part of it takes the attribute, never the words.
+Flags and their values are attributes, too, so that a message can name what has set a flag: a variable, or a key of a file (`naming`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     from scheduler import Shortage
+
+
+class Setting(NamedTuple):
+    """A flag in a message, and its value; None for a message about the flag alone."""
+
+    flag: str
+    value: Any = None
+
+    @property
+    def text(self) -> str:
+        """The value as it is typed."""
+        return f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
+
+
+class FlagOrigin(Protocol):
+    """A variable or key that has set a flag."""
+
+    @property
+    def subject(self) -> str:
+        """Name of the variable or key, and of its file."""
+
+    def has(self, value: Any) -> bool:
+        """Return whether the flag has this value because of the variable or key."""
+
+    def assignment(self, *, is_first: bool) -> str:
+        """Return the name with its value; the file is named only with `is_first`."""
 
 
 class NntaskError(Exception):
     """Base of all errors that nntask raises on purpose.
 
     Args:
-        clause: the rule and the values; a whole sentence if nothing needs its parts.
-        remedy: advice, as a clause; "" for none.
+        clause: the rule and the values; a whole sentence if nothing needs its parts. {0}, {1}, ... are places of `others`.
+        remedy: advice, as a clause; "" for none. {0}, {1}, ... are places of `others`.
         flag: flag that the error is about and that begins the message, before `clause`; "" for none.
+        value: value of the flag, which then follows it in the message; None to leave it out.
+        others: other flags in `clause` and `remedy`.
 
     Attributes:
-        clause, remedy, flag: the arguments.
-        subject: beginning of the message: the flag, or the variable or key that has set it (`naming`).
+        flag, value, others: the arguments.
+        fact, remedy: the message without the remedy, and the remedy; "" for none.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, clause: str = "", remedy: str = "", *, flag: str = "") -> None:
-        self.clause, self.remedy, self.flag, self.subject = clause, remedy, flag, flag
-        super().__init__(self._sentence())
+    def __init__(self, clause: str = "", remedy: str = "", *, flag: str = "", value: Any = None, others: Sequence[Setting] = ()) -> None:
+        self._clause, self._remedy = clause, remedy
+        self.flag, self.value, self.others = flag, value, tuple(others)
+        self._write({})
 
     def __reduce__(self) -> Any:
         """Return the parts of a copy, which has the same attributes but no causes and frames."""
@@ -53,26 +84,42 @@ class NntaskError(Exception):
         vars(other).update(vars(self))
         return other
 
-    @property
-    def fact(self) -> str:
-        """The message without the remedy."""
-        return f"{self.subject} {self.clause}" if self.subject else self.clause
+    def naming(self, origins: Mapping[str, FlagOrigin]) -> Self:
+        """Return the same error, whose message names the variables and keys that have set its flags; the error itself if none has.
 
-    def naming(self, subject: str) -> Self:
-        """Return the same error about the variable or key that has set its flag."""
+        Args:
+            origins: flag -> what has set it.
+        """
+        if not origins.keys() & {self.flag, *(each.flag for each in self.others)}:
+            return self
         other = copy(self)
-        other.subject = subject
-        other.args = (other._sentence(),)
+        other._write(origins)
         return other
 
-    def reworded(self, sentence: str) -> Self:
-        """Return the same error with another sentence, which names the origins of flags."""
-        other = copy(self)
-        other.args = (sentence,)
-        return other
+    def _write(self, origins: Mapping[str, FlagOrigin]) -> None:
+        """Make the message."""
+        named = set[str]()
 
-    def _sentence(self) -> str:
-        return f"{self.fact}; {self.remedy}" if self.remedy else self.fact
+        def words(setting: Setting) -> str:
+            origin = origins.get(setting.flag)
+            if origin is None:
+                return setting.flag if setting.value is None else f"{setting.flag} {setting.text}"
+            if setting.value is None or not origin.has(setting.value):
+                return origin.subject if setting.value is None else f"{origin.subject} {setting.text}"
+            is_first = setting.flag not in named
+            named.add(setting.flag)
+            return origin.assignment(is_first=is_first)
+
+        def filled(text: str) -> str:
+            for number, setting in enumerate(self.others):
+                if (mark := f"{{{number}}}") in text:
+                    text = text.replace(mark, words(setting))
+            return text
+
+        begin = f"{words(Setting(self.flag, self.value))} " if self.flag else ""
+        self.fact = begin + filled(self._clause)
+        self.remedy = filled(self._remedy)
+        self.args = (f"{self.fact}; {self.remedy}" if self.remedy else self.fact,)
 
 
 class UsageError(NntaskError, ValueError):
@@ -85,7 +132,7 @@ class DoesNotFit(NntaskError):
     """The model and its tiles need more memory than the budgets allow.
 
     Args:
-        clause, remedy, flag: those of `NntaskError`.
+        clause, remedy, flag, value, others: those of `NntaskError`.
         shortage: the memory that is too small, and the bytes; None if only figures of a plan are known.
 
     Attributes:
@@ -94,8 +141,17 @@ class DoesNotFit(NntaskError):
 
     exit_code: ClassVar[int] = 3
 
-    def __init__(self, clause: str, remedy: str = "", *, flag: str = "", shortage: Shortage | None = None) -> None:
-        super().__init__(clause, remedy, flag=flag)
+    def __init__(
+        self,
+        clause: str,
+        remedy: str = "",
+        *,
+        flag: str = "",
+        value: Any = None,
+        others: Sequence[Setting] = (),
+        shortage: Shortage | None = None,
+    ) -> None:
+        super().__init__(clause, remedy, flag=flag, value=value, others=others)
         self.shortage = shortage
 
 

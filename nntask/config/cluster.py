@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from scheduler.planning import AUTO, SUBMISSION
 
-from ..errors import UsageError
+from ..errors import Setting, UsageError
 from ..io.units import parse_size
 from ..optim.sharded import most_nodes
 from .settings import ClusterSettings, TrainSettings
@@ -77,7 +78,9 @@ def check_cluster(settings: TrainSettings) -> None:
             ("--nodes", cluster.nodes, cluster.nodes is not None),
         ):
             if is_set:
-                raise UsageError(f"{value} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it", flag=flag)
+                raise UsageError(
+                    f"is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it", flag=flag, value=value
+                )
         return
     local = local_nodes(cluster.dask)
     if local is not None and cluster.nodes is not None and cluster.nodes > local:
@@ -87,25 +90,28 @@ def check_cluster(settings: TrainSettings) -> None:
     cluster_of(cluster)  # checks RATE in --transport
     if settings.resources.update_on != "device":
         raise UsageError(
-            f"{settings.resources.update_on} is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them",
+            "is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them",
             flag="--update-on",
+            value=settings.resources.update_on,
         )
     if settings.resources.order not in (AUTO, SUBMISSION):
         raise UsageError(
-            f"{settings.resources.order} is for one machine: the nodes of --dask {cluster.dask} wait for each other in the order of "
-            "submission; use --order auto",
+            "is for one machine: the nodes of {0} wait for each other in the order of submission; use --order auto",
+            others=(Setting("--dask", cluster.dask),),
             flag="--order",
+            value=settings.resources.order,
         )
     if cluster.transport == "nccl":
         _check_nccl(settings)
-    alone: dict[str, object] = {
-        "--trace-steps": observe.trace_steps or observe.trace,
-        "--explain": observe.explain,
-        "--auto-tile measured": settings.tiling.auto_tile == "measured",
-    }
-    for flag, asked in alone.items():
+    alone: Sequence[tuple[str, str | None, object]] = (
+        ("--trace-steps", None, observe.trace_steps or observe.trace),
+        ("--explain", None, observe.explain),
+        ("--auto-tile", "measured", settings.tiling.auto_tile == "measured"),
+    )
+    for flag, value, asked in alone:
         if asked:
-            raise UsageError(f"looks at one machine and --dask {cluster.dask} trains on several; drop one of them", flag=flag)
+            others = (Setting("--dask", cluster.dask),)
+            raise UsageError("looks at one machine and {0} trains on several; drop one of them", flag=flag, value=value, others=others)
 
 
 def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None:
@@ -130,16 +136,16 @@ def _check_nccl(settings: TrainSettings) -> None:
     check_plain(cluster.dask)
     if local_nodes(cluster.dask) is not None:
         raise UsageError(
-            f"nccl takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
+            f"takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
             "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask",
             flag="--transport",
+            value="nccl",
         )
     if cluster.link_bandwidth:
         raise UsageError(f"nccl@{cluster.link_bandwidth} has a rate, which is only for dask; use --transport nccl", flag="--transport")
-    without = {"--ngpu 0": resources.ngpu == 0, f"--sim-gpu {resources.sim_gpu}": resources.sim_gpu}
-    for flag, asked in without.items():
+    for setting, asked in ((Setting("--ngpu", 0), resources.ngpu == 0), (Setting("--sim-gpu", resources.sim_gpu), resources.sim_gpu)):
         if asked:
-            raise UsageError(f"nccl sends from GPUs and {flag} leaves them out; drop one of them", flag="--transport")
+            raise UsageError("sends from GPUs and {0} leaves them out; drop one of them", flag="--transport", value="nccl", others=(setting,))
 
 
 def check_plain(address: str) -> None:
@@ -152,7 +158,9 @@ def check_plain(address: str) -> None:
         UsageError: the cluster encrypts.
     """
     if address.startswith(("tls://", "wss://")):
-        raise UsageError(f"nccl does not encrypt, and {address} belongs to a cluster that does (TLS); use --transport dask", flag="--transport")
+        raise UsageError(
+            f"does not encrypt, and {address} belongs to a cluster that does (TLS); use --transport dask", flag="--transport", value="nccl"
+        )
 
 
 def local_nodes(address: str) -> int | None:

@@ -48,11 +48,11 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     link_rate = parse_rate(link or DEFAULT_LINK, "--link")
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     if disk_rate and not resources.disk:
-        raise UsageError(f"{disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it", flag="--disk-rate")
+        raise UsageError("is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it", flag="--disk-rate", value=disk_rate)
     of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
     if ram_rate and resources.update_on == "device":
         raise UsageError(
-            f"{ram_rate} is about updates by CPU workers, and in this plan devices update; add --update-on auto, or drop it", flag="--ram-rate"
+            "is about updates by CPU workers, and in this plan devices update; add --update-on auto, or drop it", flag="--ram-rate", value=ram_rate
         )
     if resources.update_on == "cpu":
         check_updaters(resources.ncpu)
@@ -92,7 +92,11 @@ def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
     flops = float(rate) * _SCALE[scale.upper()] if rate else DEVICE_FLOPS
     if flops <= 0:
         raise UsageError(f"must be able to compute, got {text!r}; for example {example}", flag=flag)
-    return int(count or 1), parse_size(memory + unit, f"{flag} must be {form}, and MEMORY"), flops
+    try:
+        nbytes = parse_size(memory + unit, "")
+    except UsageError as error:
+        raise UsageError(f"must be {form}, and MEMORY {error.fact}", error.remedy, flag=flag) from None
+    return int(count or 1), nbytes, flops
 
 
 def format_devices(count: int, nbytes: int, flops: float) -> str:

@@ -16,7 +16,7 @@ from ..data.images import IMAGES
 from ..data.json_lines import JSONL, first_keys, json_lines
 from ..data.objectives import Form, ImageShape, Kind, Objective
 from ..data.spans import longest
-from ..errors import DataError, UsageError
+from ..errors import DataError, Setting, UsageError
 from ..models.bert import SINGLE_LABEL
 from .settings import DataSettings, TrainSettings, flag_of
 
@@ -56,9 +56,10 @@ def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
         return config
     if config.objective == "classify" and begin:
         raise UsageError(
-            f"{begin} is a classifier, whose head predicts labels alone, got --objective {asked}; use the model that it was made from, "
-            "or drop --objective",
+            "is a classifier, whose head predicts labels alone, got {0}; use the model that it was made from, or drop --objective",
             flag="--init-from",
+            value=begin,
+            others=(Setting("--objective", asked),),
         )
     names: tuple[str, ...] = ()
     count = 0
@@ -103,7 +104,7 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
     _check_flags(settings, kind)
     form = _form(data, kind, config)
     if data.chat_template and form != "chat":
-        raise UsageError(f"{data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it", flag="--chat-template")
+        raise UsageError(f"is for JSON lines with {MESSAGES}, which these data are not; drop it", flag="--chat-template", value=data.chat_template)
     if form == "pairs" and data.mask_probability != USUAL_MASK:
         clause = f"is for plain texts, in which seq2seq hides spans, got {data.mask_probability:g} with pairs"
         raise UsageError(clause, "drop it", flag=SHARE)
@@ -127,7 +128,7 @@ def _kind(data: DataSettings, config: LanguageConfig) -> Kind:
     kind = data.objective or usual
     if kind not in able:
         raise UsageError(
-            f"{kind} is not for a {config.model_type}, which learns {', '.join(able)}; use --objective {usual}, or drop it", flag="--objective"
+            f"is not for a {config.model_type}, which learns {', '.join(able)}; use --objective {usual}, or drop it", flag="--objective", value=kind
         )
     return kind
 
@@ -140,13 +141,13 @@ def _check_flags(settings: TrainSettings, kind: Kind) -> None:
         clause = f"is for masked and seq2seq, which hide tokens, got {data.mask_probability:g} with --objective {kind}"
         raise UsageError(clause, "drop it", flag=SHARE)
     if data.target_len is not None and kind != "seq2seq":
-        raise UsageError(f"{data.target_len} is for --objective seq2seq, got {what}; drop it", flag="--target-len")
+        raise UsageError(f"is for --objective seq2seq, got {what}; drop it", flag="--target-len", value=data.target_len)
     if data.document_boundaries and kind not in ("causal", "masked"):
         raise UsageError(
             f"is for --objective causal and masked, got {what}, whose rows have sequences of their own; drop it", flag="--document-boundaries"
         )
     if run.prompt and kind != "causal":
-        raise UsageError(f"{run.prompt!r} is for the text of a model that predicts the next token, got {what}; drop it", flag="--prompt")
+        raise UsageError(f"is for the text of a model that predicts the next token, got {what}; drop it", flag="--prompt", value=repr(run.prompt))
 
 
 def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
@@ -154,25 +155,27 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     sees = image_shape(config) is not None
     if sees != (data.dataset == IMAGES):
         wants = f"--dataset {IMAGES}" if sees else "a dataset of text, such as --dataset text"
-        raise UsageError(f"{data.dataset} is not for a {config.model_type}; use {wants}", flag="--dataset")
+        raise UsageError(f"is not for a {config.model_type}; use {wants}", flag="--dataset", value=data.dataset)
     if kind == "classify" and (count := getattr(config, "num_labels", 0)) < 2:
         raise UsageError(
-            f"classify takes a model with two classes or more, got num_labels {count}; use the config of a classifier", flag="--objective"
+            f"takes a model with two classes or more, got num_labels {count}; use the config of a classifier", flag="--objective", value="classify"
         )
     if kind == "classify" and (problem := getattr(config, "problem_type", None)) not in (None, SINGLE_LABEL):
         raise UsageError(
-            f"classify learns one label of a text, and problem_type in the config is {problem}; use the config of a classifier of single "
+            f"learns one label of a text, and problem_type in the config is {problem}; use the config of a classifier of single "
             f"labels, or write {SINGLE_LABEL}",
             flag="--objective",
+            value="classify",
         )
     if sees:
         if data.tokenizer_path or data.tokenizer != "auto":
             flag, value = ("--tokenizer-path", data.tokenizer_path) if data.tokenizer_path else ("--tokenizer", data.tokenizer)
-            raise UsageError(f"{value} is for text, and a {config.model_type} learns from images; drop it", flag=flag)
+            raise UsageError(f"is for text, and a {config.model_type} learns from images; drop it", flag=flag, value=value)
         return IMAGES
     if kind == "classify":
         if data.dataset != JSONL:
-            raise UsageError(f"classify learns from texts with labels, got --dataset {data.dataset}; use --dataset {JSONL}", flag="--objective")
+            others = (Setting("--dataset", data.dataset),)
+            raise UsageError(f"learns from texts with labels, got {{0}}; use --dataset {JSONL}", flag="--objective", value="classify", others=others)
         return "labels"
     keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
     if kind == "seq2seq":
@@ -200,8 +203,9 @@ def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> 
     sizes = longest(length, data.target_len or config.n_positions, data.mask_probability)
     if sizes is None:
         raise UsageError(
-            f"seq2seq on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; the nearest legal value is 3",
+            f"on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; the nearest legal value is 3",
             flag="--objective",
+            value="seq2seq",
         )
     return data.target_len or sizes.output
 

@@ -92,10 +92,10 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
         raise _differs(resumed, differing)
     if not objective_of(settings, config).is_plain:
         raise UsageError(
-            f"{settings.data.dataset} with conversations is for nntask's own models; write them as texts, or train such a model", flag="--dataset"
+            "with conversations is for nntask's own models; write them as texts, or train such a model", flag="--dataset", value=settings.data.dataset
         )
     if settings.resources.update_on != "device":
-        raise UsageError(f"{settings.resources.update_on} is for nntask's own models; drop it, or train such a model", flag="--update-on")
+        raise UsageError("is for nntask's own models; drop it, or train such a model", flag="--update-on", value=settings.resources.update_on)
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
     return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 
@@ -186,7 +186,7 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = 1 if tiling.lanes is None else tiling.lanes
     if tiling.minibatch == "auto":
-        raise UsageError("auto is for nntask train and plan, on one machine, of nntask's own models; give a number", flag="--minibatch")
+        raise UsageError("is for nntask train and plan, on one machine, of nntask's own models; give a number", flag="--minibatch", value="auto")
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
     _divides("--minibatch", minibatch, "--batch", batch)
     per_tile = tiling.minibatch_tile
@@ -335,9 +335,9 @@ def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
 
 def _differs(resumed: Checkpoint, found: Sequence[str]) -> UsageError:
     return UsageError(
-        f"{resumed.path} continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; "
-        "drop those flags, or start a new run",
+        f"continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; drop those flags, or start a new run",
         flag="--resume",
+        value=resumed.path,
     )
 
 

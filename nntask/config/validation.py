@@ -13,7 +13,7 @@ from scheduler.drivers import MOST_PARTITIONS
 from scheduler.planning import AUTO, BLOCK, NONE
 
 from ..architecture.interface import LanguageConfig
-from ..errors import UsageError
+from ..errors import Setting, UsageError
 from ..io.units import LARGEST
 from .cluster import check_cluster
 from .init_from import brings_config
@@ -144,7 +144,7 @@ def _check_recompute(text: str) -> None:
     names = [each.partition(":")[0].strip() for each in text.split(",")]
     for name in names:
         if len(names) > 1 and name in (AUTO, NONE, BLOCK):
-            raise UsageError(f"{name} cannot be combined, got {text!r}; use --recompute {name}, or name operations only", flag="--recompute")
+            raise UsageError(f"cannot be combined, got {text!r}; use --recompute {name}, or name operations only", flag="--recompute", value=name)
         if names.count(name) > 1:
             raise UsageError(f"must name an operation once, got {name!r} {names.count(name)} times in {text!r}; keep one of them", flag="--recompute")
 
@@ -163,32 +163,47 @@ def check_most(name: str, value: int | None) -> None:
 def _check_combinations(settings: TrainSettings) -> None:
     model, resources = settings.model, settings.resources
     if model.model is not None and model.config_path is not None:
-        raise UsageError(f"{model.model} and --config-path {model.config_path} both name a model; drop one of them", flag="--model")
+        others = (Setting("--config-path", model.config_path),)
+        raise UsageError("and {0} both name a model; drop one of them", flag="--model", value=model.model, others=others)
     begin = settings.checkpoints.init_from
     for flag, value in (("--model", model.model), ("--config-path", model.config_path)):
         if brings_config(begin) and value:
-            raise UsageError(f"{begin} brings its own config and weights, and {flag} {value} names others; drop one of them", flag="--init-from")
+            others = (Setting(flag, value),)
+            raise UsageError(
+                "brings its own config and weights, and {0} names others; drop one of them", flag="--init-from", value=begin, others=others
+            )
     if resources.ngpu and resources.sim_gpu:
-        raise UsageError(f"devices are real or simulated, got --ngpu {resources.ngpu} and --sim-gpu {resources.sim_gpu}; drop one of them")
+        both = (Setting("--ngpu", resources.ngpu), Setting("--sim-gpu", resources.sim_gpu))
+        raise UsageError("devices are real or simulated, got {0} and {1}; drop one of them", others=both)
     if model.dtype == "fp64" and resources.ngpu:
-        raise UsageError(f"fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype", flag="--dtype")
+        others = (Setting("--ngpu", resources.ngpu),)
+        raise UsageError("has no CUDA kernels, and {0} asks for GPUs; use --ngpu 0, or another --dtype", flag="--dtype", value="fp64", others=others)
     if model.gpu_attention != "own" and settings.cluster.dask:
         raise UsageError(
-            f"{model.attention} is for training on one machine, got --dask {settings.cluster.dask}; use --attention flash", flag="--attention"
+            "is for training on one machine, got {0}; use --attention flash",
+            flag="--attention",
+            value=model.attention,
+            others=(Setting("--dask", settings.cluster.dask),),
         )
     if model.attention == "cudnn" and model.dtype != "bf16":
-        raise UsageError(f"cudnn computes in bf16, got --dtype {model.dtype}; add --dtype bf16, or use --attention flash", flag="--attention")
+        others = (Setting("--dtype", model.dtype),)
+        raise UsageError("computes in bf16, got {0}; add --dtype bf16, or use --attention flash", flag="--attention", value="cudnn", others=others)
     if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
         raise UsageError(
-            f"{settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1",
+            f"belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1",
             flag="--momentum",
+            value=settings.optimizer.momentum,
         )
     if settings.optimizer.warmup_start_lr is not None and settings.optimizer.warmup_steps == 0:
         raise UsageError(
-            f"{settings.optimizer.warmup_start_lr:g} begins a warm-up, and --warmup-steps 0 asks for none; drop one of them", flag="--warmup-start-lr"
+            "begins a warm-up, and {0} asks for none; drop one of them",
+            flag="--warmup-start-lr",
+            value=settings.optimizer.warmup_start_lr,
+            others=(Setting("--warmup-steps", 0),),
         )
     if settings.run.prompt and not settings.run.sample_tokens:
-        raise UsageError("is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them", flag="--prompt")
+        others = (Setting("--sample-tokens", 0),)
+        raise UsageError("is for the text sampled after training, and {0} asks for none; drop one of them", flag="--prompt", others=others)
     check_cluster(settings)
 
 
@@ -213,7 +228,8 @@ def _check_adapters(settings: TrainSettings) -> None:
     if rank_of(settings) is None:
         for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
             if value is not None:
-                raise UsageError(f"{value:g} is about adapters and --train all has none; add --train lora:8, or drop it", flag=flag)
+                others = (Setting("--train", "all"),)
+                raise UsageError("is about adapters and {0} has none; add --train lora:8, or drop it", flag=flag, value=value, others=others)
         return
     if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
         raise UsageError(f"must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank", flag="--lora-alpha")

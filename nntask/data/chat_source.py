@@ -50,7 +50,7 @@ class ChatSource:
                 source = read_text(file).removeprefix("\ufeff")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(
-                    f"{file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file", flag="--chat-template"
+                    f"cannot be read: {getattr(error, 'strerror', None) or error}; give a text file", flag="--chat-template", value=file
                 ) from None
             return cls(source, file, _words(tokenizer, config, source))
         named = templates_of(files)

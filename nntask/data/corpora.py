@@ -138,7 +138,7 @@ def _check_rows(texts: Texts, rows: RowCounts, path: str | os.PathLike[str], fla
     """Check that there is at least one text; raise DataError if the files are tables without rows, or with empty rows only."""
     if not len(texts):
         what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
-        raise DataError(f"{path} holds no text: {what}", "give rows with a text", flag=flag)
+        raise DataError(f"holds no text: {what}", "give rows with a text", flag=flag, value=path)
 
 
 def _filled(files: Sequence[Path], path: str | os.PathLike[str], flag: str, split: str = "") -> tuple[list[Path], tuple[Finding, ...]]:
@@ -150,7 +150,7 @@ def _filled(files: Sequence[Path], path: str | os.PathLike[str], flag: str, spli
     """
     filled = [file for file in files if file.stat().st_size > 0]
     if not filled:
-        raise DataError(f"{path} holds no text{split}", "give a text file or a directory of text files that are not empty", flag=flag)
+        raise DataError(f"holds no text{split}", "give a text file or a directory of text files that are not empty", flag=flag, value=path)
     check_tables(filled)
     count, total = len(files) - len(filled), len(files)
     sentence = f"{count:,} of {total:,} files{split} in {flag} {path} are empty and are left out"

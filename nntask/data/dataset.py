@@ -95,28 +95,28 @@ def check_spec(spec: DataSpec) -> None:
         near = difflib.get_close_matches(spec.dataset.lower(), [name.lower() for name in DATASETS], 1)
         name = next((name for name in DATASETS if name.lower() in near), None)
         advice = f"did you mean {name}?" if name else "save the texts as files and use --dataset text --dataset-path DIR"
-        raise UsageError(f"{spec.dataset} is not available: this version reads {', '.join(DATASETS)}", advice, flag="--dataset")
+        raise UsageError(f"is not available: this version reads {', '.join(DATASETS)}", advice, flag="--dataset", value=spec.dataset)
     if spec.dataset not in ("stdlib", WIKITEXT) and not spec.path:
-        raise UsageError(f"{spec.dataset} needs --dataset-path, a file or a directory; add it", flag="--dataset")
+        raise UsageError("needs --dataset-path, a file or a directory; add it", flag="--dataset", value=spec.dataset)
     if spec.dataset == "stdlib" and spec.path:
         tokens = _train_bin(spec.path)
         kind = "train.bin" if tokens.suffix == ".bin" and tokens.is_file() else "text"
         raise UsageError(
-            f"{spec.path} is not read by --dataset stdlib, the default; add --dataset {kind}, or drop --dataset-path", flag="--dataset-path"
+            f"is not read by --dataset stdlib, the default; add --dataset {kind}, or drop --dataset-path", flag="--dataset-path", value=spec.path
         )
     fetched = {"--dataset-path": spec.dataset == WIKITEXT, "--tokenizer-path": spec.tokenizer not in _OWN_TOKENIZERS}
     if spec.dataset == IMAGES and spec.objective.image is None:
-        raise UsageError("images is for models of images, and this one takes text; use a dataset of text", flag="--dataset")
+        raise UsageError("is for models of images, and this one takes text; use a dataset of text", flag="--dataset", value="images")
     named = {"--dataset-path": spec.path, "--val-path": spec.val_path, "--tokenizer-path": spec.tokenizer_path}
     for flag, path in {**named, "--chat-template": spec.objective.template}.items():
         if path and not is_named(path) and not fetched.get(flag):
-            raise DataError(f"{path} does not exist", "give an existing file or directory", flag=flag)
+            raise DataError("does not exist", "give an existing file or directory", flag=flag, value=path)
     if spec.dataset == WIKITEXT:
         check_wikitext(spec.path, _advice(spec))
     if spec.tokenizer not in _OWN_TOKENIZERS:
         check_tokenizer(spec.tokenizer, spec.tokenizer_path, _advice(spec))
     if spec.tokenizer == "bpe" and not have_tokenizers():
-        raise DataError("bpe needs the tokenizers package", "pip install -e '.[text]', or use --tokenizer bytes", flag="--tokenizer")
+        raise DataError("needs the tokenizers package", "pip install -e '.[text]', or use --tokenizer bytes", flag="--tokenizer", value="bpe")
     if spec.dataset == "train.bin":
         TokenFile(_train_bin(spec.path), vocab_size=spec.vocab_size).close()
         _check_beside(spec)

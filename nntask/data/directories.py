@@ -103,7 +103,7 @@ def _plain_files(path: str, flag: str, split: str) -> DataFiles:
         return DataFiles(root.parent, (root,))
     files = _files_of_pattern(path)
     if not files:
-        raise DataError(f"{path} does not exist", "give an existing file or directory, or a pattern that names a file", flag=flag)
+        raise DataError("does not exist", "give an existing file or directory, or a pattern that names a file", flag=flag, value=path)
     return DataFiles(Path(os.path.commonpath([file.parent for file in files])), files, (), f"{flag} {path}: {split} {named([*map(str, files)])}")
 
 

@@ -195,5 +195,5 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
                     hf_hub_download(name, each, local_dir=str(location))
             hf_hub_download(name, TOKENIZER_FILE, local_dir=str(location))
         except Exception as error:  # the package passes on whatever its many parts raise
-            raise DataError(f"{name} could not be fetched: {_first_line(error)}; {advice}", flag="--tokenizer") from error
+            raise DataError(f"could not be fetched: {_first_line(error)}; {advice}", flag="--tokenizer", value=name) from error
     return location

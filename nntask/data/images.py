@@ -177,9 +177,10 @@ def split_directories(path: str, objective: Objective, flag: str = "--dataset-pa
         return {}
     if len(of_splits) < len(folders) or any(len(names) > 1 for names in by_split.values()):
         raise DataError(
-            f"{path} must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
+            f"must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
             f"name the folder of the classes, as in {flag} {root / by_split['train'][0]}",
             flag=flag,
+            value=path,
         )
     return {split: str(root / names[0]) for split, names in by_split.items()}
 
@@ -234,9 +235,10 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
     by_name = bool(names) and set(names) <= set(objective.labels)
     if not by_name and len(names) != objective.num_labels:
         raise DataError(
-            f"{root} must have a folder for each of the {objective.num_labels} classes of the config, got {len(names)}: "
+            f"must have a folder for each of the {objective.num_labels} classes of the config, got {len(names)}: "
             f"{', '.join(names[:8]) or 'none'}; set num_labels, or call them as id2label does",
             flag=flag,
+            value=root,
         )
     files: list[Path] = []
     labels: list[int] = []
@@ -245,7 +247,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
         files += images
         labels += [objective.labels.index(folder.name) if by_name else number] * len(images)
     if not files:
-        raise DataError(f"{root} has no image; give a directory with a folder of images for each class", flag=flag)
+        raise DataError("has no image; give a directory with a folder of images for each class", flag=flag, value=root)
     return files, np.array(labels, np.int32)
 
 
@@ -267,29 +269,33 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
                 images, labels = archive["images"], archive["labels"]
     except Exception as error:  # errors have many types: NumPy evaluates a header as Python, and decoders meet malformed data
         raise DataError(
-            f"{path} is not a file of images: {error}; give an .npz with images and labels, an .npy together with {beside.name}, or a "
+            f"is not a file of images: {error}; give an .npz with images and labels, an .npy together with {beside.name}, or a "
             "directory with a folder for each class",
             flag=flag,
+            value=path,
         ) from None
     if images.dtype.kind not in "biuf":
-        raise DataError(f"{path} must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them", flag=flag)
+        raise DataError(f"must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them", flag=flag, value=path)
     wanted = (shape.size, shape.size, shape.channels)
     if images.shape[1:] not in ((wanted[:2], wanted) if shape.channels == 1 else (wanted,)):
         raise DataError(
-            f"{path} must have images (n, {', '.join(map(str, wanted))}), got {images.shape}; "
+            f"must have images (n, {', '.join(map(str, wanted))}), got {images.shape}; "
             "resize the images, or set image_size and num_channels in the config",
             flag=flag,
+            value=path,
         )
     if labels.shape != images.shape[:1]:
         raise DataError(
-            f"{path} must have a label for each image, got {len(images)} images and labels {labels.shape}; correct one of them", flag=flag
+            f"must have a label for each image, got {len(images)} images and labels {labels.shape}; correct one of them", flag=flag, value=path
         )
     is_whole = np.issubdtype(labels.dtype, np.integer)
     wrong = np.flatnonzero((labels < 0) | (labels >= objective.num_labels)) if is_whole else np.arange(0)
     if not is_whole or len(wrong):
         got = f"{labels[wrong[0]]} for image {wrong[0]}" if is_whole else f"{labels.dtype}"
         raise DataError(
-            f"{path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; fix them, or set num_labels in the config", flag=flag
+            f"must have whole labels from 0 to {objective.num_labels - 1}, got {got}; fix them, or set num_labels in the config",
+            flag=flag,
+            value=path,
         )
     return images, labels.astype(np.int32)
 

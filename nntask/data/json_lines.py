@@ -186,9 +186,9 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         if train.is_empty:
             train = replace(train, split="all")
     if train.is_empty:
-        raise DataError(f"{path} has no line; give a file with an object per line", flag="--dataset-path")
+        raise DataError("has no line; give a file with an object per line", flag="--dataset-path", value=path)
     if val_path and validation.is_empty:
-        raise DataError(f"{val_path} has no line; give a file with an object per line", flag="--val-path")
+        raise DataError("has no line; give a file with an object per line", flag="--val-path", value=val_path)
     return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 
@@ -200,7 +200,7 @@ def line_files(path: str, flag: Literal["--dataset-path", "--val-path"] = "--dat
     """
     found = (scored_files if flag == "--val-path" else data_files)(path, flag, _has_lines, _has_lines)
     if not found.train:
-        raise DataError(f"{path} has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file", flag=flag)
+        raise DataError(f"has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file", flag=flag, value=path)
     return found
 
 
@@ -301,7 +301,7 @@ def line_corpus(path: str, val_path: str, select: int) -> Corpus:
 
 def _check_filled(texts: LineTexts, path: str, flag: str) -> None:
     if not texts:
-        raise DataError(f"{path} holds no text: all of its {texts.num_rows:,} rows are empty", "give rows with a text", flag=flag)
+        raise DataError(f"holds no text: all of its {texts.num_rows:,} rows are empty", "give rows with a text", flag=flag, value=path)
 
 
 def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:

@@ -86,7 +86,7 @@ def _snapshot(listing: Listing) -> str:
         return head
     if len(folders) > 1:
         raise DataError(
-            f"{listing.root} has {len(folders)} snapshots of a repository; name one, as in {listing.root}/{folders[0]}", flag=listing.flag
+            f"has {len(folders)} snapshots of a repository; name one, as in {listing.root}/{folders[0]}", flag=listing.flag, value=listing.root
         )
     return folders[0]
 
@@ -136,9 +136,10 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     for (split, count), there in numbers.items():
         if len(there) < count:
             raise DataError(
-                f"{listing.root} has {len(there)} of the {count} shards of {split}; copy the missing ones, or pass those that are there, as in "
+                f"has {len(there)} of the {count} shards of {split}; copy the missing ones, or pass those that are there, as in "
                 f"{listing.flag} '{listing.root}/data/{split}-*'",
                 flag=listing.flag,
+                value=listing.root,
             )
     if not by_split:
         return None
@@ -159,8 +160,9 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     for name, splits in marked.items():
         if "train" in splits and len(splits) > 1:
             raise DataError(
-                f"{listing.root} has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}; {_advice(listing, name)}",
+                f"has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}; {_advice(listing, name)}",
                 flag=listing.flag,
+                value=listing.root,
             )
     train, test = (tuple(name for name, splits in marked.items() if split in splits) for split in ("train", "test"))
     validation = tuple(name for name, splits in marked.items() if splits == {"validation"})
@@ -173,9 +175,10 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
         return None  # coincidence: no file is for validation or test
     elif len(others) >= len(marked) and kept_apart:
         raise DataError(
-            f"{listing.root} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
+            f"has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
             f"or {listing.flag} '{listing.root}/**' to train on all",
             flag=listing.flag,
+            value=listing.root,
         )
     return Splits(layout, *(listing.in_order(names) for names in (train, validation, test, others)))
 
@@ -190,5 +193,7 @@ def _check_configs(listing: Listing, train: Sequence[str]) -> None:
     folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))
     if len(folders) > 1:
         raise DataError(
-            f"{listing.root} has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}", flag=listing.flag
+            f"has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}",
+            flag=listing.flag,
+            value=listing.root,
         )

@@ -48,11 +48,11 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":
-        raise UsageError("train.bin is already prepared; use it with nntask train --dataset train.bin", flag="--dataset")
+        raise UsageError("is already prepared; use it with nntask train --dataset train.bin", flag="--dataset", value="train.bin")
     if spec.dataset == IMAGES:
-        raise UsageError("images is read in place; use it with nntask train --dataset images", flag="--dataset")
+        raise UsageError("is read in place; use it with nntask train --dataset images", flag="--dataset", value="images")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"{output} exists; give a new directory", flag="--output")
+        raise UsageError("exists; give a new directory", flag="--output", value=output)
     check_writable(output, "--output")
     check_spec(spec)
     spec = with_tokenizer_path(spec)

@@ -190,8 +190,9 @@ class BatchStream:
         if self.num_sequences < batch:
             if 0 < select < batch:
                 raise UsageError(
-                    f"{select} leaves fewer sequences than --batch {batch}; raise it to {batch} at least, or use --batch {select}",
+                    f"leaves fewer sequences than --batch {batch}; raise it to {batch} at least, or use --batch {select}",
                     flag="--dataset-select",
+                    value=select,
                 )
             raise DataError(examples.too_few(batch))
         self.cursor = cursor or Cursor()

@@ -39,8 +39,9 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
     if folders:
         names = ", ".join(folders[:8])
         raise DataError(
-            f"{listing.root} holds {len(folders)} datasets of save_to_disk: {names}; name one, as in {listing.flag} {listing.root}/{folders[0]}",
+            f"holds {len(folders)} datasets of save_to_disk: {names}; name one, as in {listing.flag} {listing.root}/{folders[0]}",
             flag=listing.flag,
+            value=listing.root,
         )
     return None
 
@@ -86,7 +87,9 @@ def _rest(listing: Listing, found: Splits, is_data: Callable[[str], bool]) -> Sp
     """Return the splits of saved tables, with all other files as metadata; raise DataError if the wanted form of data cannot be read from tables."""
     if not all(is_data(name) for name in found.train):
         raise DataError(
-            f"{listing.root} holds tables of save_to_disk, which this dataset does not read; use --dataset text or --dataset jsonl", flag=listing.flag
+            "holds tables of save_to_disk, which this dataset does not read; use --dataset text or --dataset jsonl",
+            flag=listing.flag,
+            value=listing.root,
         )
     taken = {*found.train, *found.validation, *found.test, *found.others}
     return replace(found, metadata=tuple(name for name in listing.files if name not in taken))

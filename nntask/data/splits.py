@@ -140,16 +140,17 @@ def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str
     if len(exact) > 1:
         passed = f"{listing.root}/{exact[0]}" if folders else f"'{listing.root}/{_pattern(by_split[exact[0]])}'"
         raise DataError(
-            f"{listing.root} has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training; "
-            f"pass one, as in {listing.flag} {passed}",
+            f"has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training; pass one, as in {listing.flag} {passed}",
             flag=listing.flag,
+            value=listing.root,
         )
     chosen = exact[0] if exact else ""
     for name, files in by_split.items():
         if shared := set(by_split.get(chosen, ())) & set(files) if name != chosen else ():
             raise DataError(
-                f"{listing.root} has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE",
+                f"has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE",
                 flag=listing.flag,
+                value=listing.root,
             )
     chosen_files: dict[str, list[str]] = {"train": list(by_split.get(chosen, ())), "validation": [], "test": [], "others": []}
     for name, files in by_split.items():

@@ -163,7 +163,9 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
     shapes, stayed = source.shapes(), dict[str, list[str]]()
     for pattern in asked.keep:
         if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise UsageError(f"{pattern} fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it", flag="--keep")
+            raise UsageError(
+                f"fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it", flag="--keep", value=pattern
+            )
     kinds, formats = {}, source.formats()
     for name, shape in shapes.items():
         kinds[name] = "" if asked.type in ENCODED_FORMATS and len(shape) == 1 else asked.type
@@ -257,9 +259,10 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
     if most < row and budget is not None:
         least = format_size(row * _COPIES)
         raise DoesNotFit(
-            f"{format_size(budget)} is too little for a row of {name}, which needs {least}",
+            f"is too little for a row of {name}, which needs {least}",
             f"the least that will do is {least}",
             flag="--ram",
+            value=format_size(budget),
             shortage=Shortage("task", "ram", row * _COPIES, budget, task=name),
         )
     yield from windows(shape, max(itemsize, target.dtype.itemsize), most, axis)

@@ -42,17 +42,22 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
         DoesNotFit: no budget remains.
     """
     if not gpus.devices:
-        raise UsageError("cudnn is about GPUs, and none is used; use --attention flash, or continue on a machine with a GPU", flag="--attention")
+        raise UsageError(
+            "is about GPUs, and none is used; use --attention flash, or continue on a machine with a GPU", flag="--attention", value="cudnn"
+        )
     if not _has_frontend():
         raise UsageError(
-            f"cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --attention flash", flag="--attention"
+            f"needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --attention flash",
+            flag="--attention",
+            value="cudnn",
         )
     left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
     if left <= 0:
         raise DoesNotFit(
-            f"cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and the budget is {format_size(gpus.nbytes)}",
+            f"takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and the budget is {format_size(gpus.nbytes)}",
             "raise --gpu-memory, or begin a run with --attention flash",
             flag="--attention",
+            value="cudnn",
             shortage=scheduler.Shortage("reserve", gpus.names[0], ATTENTION_WORKSPACE_NBYTES, gpus.nbytes),
         )
     return replace(gpus, nbytes=left, has_cudnn=True)

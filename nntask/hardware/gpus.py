@@ -20,7 +20,7 @@ from scheduler import DoesNotFit as NoRoom
 from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, NoGpu, choose_gpus, connect, name_of
 from scheduler.machine import RecordedTask
 
-from ..errors import DoesNotFit, UsageError
+from ..errors import DoesNotFit, Setting, UsageError
 from ..io.units import format_size
 from .machine_request import DeviceSize, MachineRequest
 
@@ -131,8 +131,9 @@ def gpus_of(request: MachineRequest, dtype: str) -> GpuPlan:
         chosen = cards.choose(None if request.num_gpus == ALL_GPUS else request.num_gpus)
         if not chosen and must:
             missing = NoGpu("CuPy, through which GPUs are used, is not installed", INSTALL)
-            clause, remedy = f"{request.num_gpus} needs a GPU, and {missing.fact}", f"drop --ngpu {request.num_gpus}, or {missing.remedy}"
-            raise UsageError(clause, remedy, flag="--ngpu") from missing
+            asked = Setting("--ngpu", request.num_gpus)
+            clause, remedy = f"needs a GPU, and {missing.fact}", f"drop {{0}}, or {missing.remedy}"
+            raise UsageError(clause, remedy, flag=asked.flag, value=asked.value, others=(asked,)) from missing
     except NoGpu as error:
         if error.requested is not None:
             raise UsageError(error.fact, error.remedy, flag="--ngpu") from error
@@ -156,7 +157,8 @@ def check_links(request: MachineRequest) -> None:
         UsageError: there are no simulated devices.
     """
     if request.link_text and not request.num_simulated:
-        raise UsageError(f"0@{request.link_text} has a rate of links and no device; use --sim-gpu 1@{request.link_text}", flag="--sim-gpu")
+        value = f"0@{request.link_text}"
+        raise UsageError(f"has a rate of links and no device; use --sim-gpu 1@{request.link_text}", flag="--sim-gpu", value=value)
 
 
 def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
@@ -170,7 +172,7 @@ def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
     if gpus.devices:
         return
     if request.num_cpu == 0 and not request.num_simulated:
-        raise UsageError("0 needs a device: add --sim-gpu 1, or use --ncpu 1", flag="--ncpu")
+        raise UsageError("needs a device: add --sim-gpu 1, or use --ncpu 1", flag="--ncpu", value=0)
     size = request.device
     flags = {
         "--ngpu": f"{request.num_gpus or 0}x{request.num_partitions}" if request.num_partitions > 1 else request.num_gpus or "",
@@ -179,7 +181,7 @@ def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
     for flag, value in flags.items():
         if value:
             simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and size is not None and size.share is None else ""
-            raise UsageError(f"{value} is about GPUs, and none is used; {simulated}drop it", flag=flag)
+            raise UsageError(f"is about GPUs, and none is used; {simulated}drop it", flag=flag, value=value)
 
 
 def _check_update(request: MachineRequest, gpus: GpuPlan) -> None:
@@ -189,7 +191,9 @@ def _check_update(request: MachineRequest, gpus: GpuPlan) -> None:
         UsageError: one of them is missing.
     """
     if not (gpus.devices or request.num_simulated):
-        raise UsageError("cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1", flag="--update-on")
+        raise UsageError(
+            "leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1", flag="--update-on", value="cpu"
+        )
     check_updaters(request.num_cpu)
 
 
@@ -200,7 +204,10 @@ def check_updaters(num_cpu: int | None) -> None:
         UsageError: --ncpu leaves none.
     """
     if num_cpu == 0:
-        raise UsageError("cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device", flag="--update-on")
+        others = (Setting("--ncpu", 0),)
+        raise UsageError(
+            "needs CPU workers, and {0} leaves none; use --ncpu 1, or --update-on device", flag="--update-on", value="cpu", others=others
+        )
 
 
 def _budget(size: DeviceSize | None, found: Sequence[GpuFacts], split: int) -> int:
@@ -224,10 +231,11 @@ def _budget(size: DeviceSize | None, found: Sequence[GpuFacts], split: int) -> i
     nbytes = size.nbytes if size.share is None else int(size.share * min(card.nbytes for card in found)) // split
     if nbytes > free:
         raise DoesNotFit(
-            f"{size.text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
+            f"is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
             f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself",
             "lower it, or end other programs that use the card",
             flag="--gpu-memory",
+            value=size.text,
             shortage=Shortage("reserve", node, nbytes, free),
         )
     return nbytes
@@ -305,7 +313,7 @@ def open_nccl(gpus: GpuPlan) -> CupyNccl:
     """
     if not gpus.devices:
         why = gpus.why_none or "no GPU is used, since CuPy is not installed"
-        raise UsageError(f"nccl sends from a GPU, and {why}; use --transport dask", flag="--transport")
+        raise UsageError(f"sends from a GPU, and {why}; use --transport dask", flag="--transport", value="nccl")
     try:
         return cards.nccl(gpus.devices[0][0])
     except NoGpu as error:
@@ -325,9 +333,10 @@ def without_nccl(gpus: GpuPlan, split: int, taken: int) -> GpuPlan:
     left = gpus.nbytes - -(-taken // split)
     if left <= 0:
         raise DoesNotFit(
-            f"nccl has taken {format_size(taken)} of {gpus.names[0]}, and --gpu-memory is {format_size(gpus.nbytes)}",
+            f"has taken {format_size(taken)} of {gpus.names[0]}, and --gpu-memory is {format_size(gpus.nbytes)}",
             "raise it, use fewer nodes, or use --transport dask",
             flag="--transport",
+            value="nccl",
             shortage=Shortage("reserve", gpus.names[0], taken, gpus.nbytes),
         )
     return replace(gpus, nbytes=left)

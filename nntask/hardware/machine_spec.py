@@ -17,7 +17,7 @@ from scheduler.machine import policy_of
 from scheduler.storage import check_budgets as check_memory
 from scheduler.storage import filled_budgets, memory_limit
 
-from ..errors import DoesNotFit
+from ..errors import DoesNotFit, Setting
 from .gpu_attention import gpus_with_cudnn
 from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
 from .machine_request import NO_BUDGET, Budget, DiskSpec, MachineRequest
@@ -175,9 +175,9 @@ def check_budgets(machine: MachineSpec) -> None:
 
 def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     """Return the error for budgets that the system refuses, with their flags."""
-    given = [(flag, text) for flag, text in (("--ram", machine.ram.text), ("--gpu-memory", machine.device.text)) if text]
-    others = "".join(f" and {flag} {text}" for flag, text in given[1:])
-    flag, size = given[0] if given else ("", "the default --ram")
+    given = [Setting(flag, text) for flag, text in (("--ram", machine.ram.text), ("--gpu-memory", machine.device.text)) if text]
+    first = given[0] if given else Setting("")
+    size = "".join(f" and {{{number}}}" for number, _ in enumerate(given[1:])).lstrip() if given else "the default --ram"
     if isinstance(error, NoRoom):
         why, shortage = error.fact, error.shortage
         if shortage.cause != "reserve":  # the runtime itself needs more than the budget
@@ -189,7 +189,8 @@ def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
     else:  # an error of mmap
         nbytes = machine.ram.nbytes + machine.device.nbytes * machine.num_simulated
         why, remedy, shortage = str(error), "lower it", Shortage("reserve", "ram", nbytes, memory_limit(), detail=str(error))
-    return DoesNotFit(f"{size}{others} cannot be reserved: {why}", remedy, flag=flag, shortage=shortage)
+    clause = f"{size} cannot be reserved: {why}".lstrip()
+    return DoesNotFit(clause, remedy, flag=first.flag, value=first.value, others=given[1:], shortage=shortage)
 
 
 def free_bytes(directory: Path) -> int:

@@ -178,7 +178,9 @@ class ModelSource:
         """
         kind = self._tokenizer_kind()
         if kind is not None and path:
-            raise UsageError(f"{path} is for models that came without a tokenizer, and {self.path} has its own; drop it", flag="--tokenizer-path")
+            raise UsageError(
+                f"is for models that came without a tokenizer, and {self.path} has its own; drop it", flag="--tokenizer-path", value=path
+            )
         if kind == "bytes":
             template = self.path / CHAT_TEMPLATE
             return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: read_text(template)} if template.is_file() else None)

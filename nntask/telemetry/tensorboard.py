@@ -28,7 +28,9 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
-            "tensorboard needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it", flag="--report-to"
+            "needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it",
+            flag="--report-to",
+            value="tensorboard",
         )
 
 

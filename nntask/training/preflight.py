@@ -14,7 +14,7 @@ from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
 from ..data.foreign_tokenizer import TOKENIZER_FILE, other_way
 from ..data.images import IMAGES
-from ..errors import DataError, UsageError
+from ..errors import DataError, Setting, UsageError
 from ..hardware.machine_request import DiskSpec
 from ..io.safetensors_file import TensorFile
 from ..io.writable import check_writable
@@ -35,9 +35,10 @@ def check_start(run: LanguageRun) -> None:
     data, schedule, begin = run.data, run.schedule, run.start.directory
     if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset not in ("train.bin", IMAGES):
         raise DataError(
-            f"{run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer; "
+            f"has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer; "
             f"name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin{other_way(begin)}",
             flag="--init-from",
+            value=run.settings.checkpoints.init_from,
         )
     make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
     check_unlocked(run.directory, run.start.flag)
@@ -78,11 +79,12 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
     run = run_of(resumed)
     wanted = settings.checkpoints.run_dir
     if wanted and Path(wanted).resolve() != run:
-        raise UsageError(f"{resumed.path} continues in its own directory {run}, got --run-dir {wanted}; drop --run-dir", flag="--resume")
+        others = (Setting("--run-dir", wanted),)
+        raise UsageError(f"continues in its own directory {run}, got {{0}}; drop --run-dir", flag="--resume", value=resumed.path, others=others)
     newest = step_directories(run)[-1:]
     if newest and newest[0].resolve() != resumed.path.resolve():
         raise UsageError(
-            f"{resumed.path} is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away", flag="--resume"
+            f"is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away", flag="--resume", value=resumed.path
         )
     steps = settings.run.steps
     if steps is not None and resumed.step >= steps:
@@ -120,10 +122,10 @@ def check_disk(disk: DiskSpec | None) -> None:
 def check_tier_directory(directory: Path) -> None:
     """Check the directory of a disk tier, like `check_disk`."""
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file; give a directory", flag="--disk")
+        raise UsageError("is a file; give a directory", flag="--disk", value=directory)
     if not directory.absolute().parent.is_dir():
         raise UsageError(
-            f"{directory} cannot be created: there is no directory {directory.parent}; create it, or choose another place", flag="--disk"
+            f"cannot be created: there is no directory {directory.parent}; create it, or choose another place", flag="--disk", value=directory
         )
     check_writable(directory, "--disk")
 

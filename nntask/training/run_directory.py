@@ -48,14 +48,14 @@ def check_new_run(path: Path) -> None:
         UsageError: another run is there, or the directory cannot be created or written.
     """
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{path} is a file; give a directory", flag="--run-dir")
+        raise UsageError("is a file; give a directory", flag="--run-dir", value=path)
     if path.is_dir() and any(path.iterdir()) and not _never_began(path):
         if step_directories(path):
             raise UsageError(
-                f"{path} is not empty; give a new directory, or continue that run with --resume {shlex.quote(str(path))}", flag="--run-dir"
+                f"is not empty; give a new directory, or continue that run with --resume {shlex.quote(str(path))}", flag="--run-dir", value=path
             )
         what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
-        raise UsageError(f"{path} {what}; remove it, or give a new directory", flag="--run-dir")
+        raise UsageError(f"{what}; remove it, or give a new directory", flag="--run-dir", value=path)
     check_writable(path, "--run-dir")
 
 
@@ -123,7 +123,7 @@ def newest_run() -> Path:
     """
     saved = [(link.lstat().st_mtime, link.parent) for link in RUNS.glob("*/latest")]
     if not saved:
-        raise DataError(f"auto found no checkpoint in {RUNS}/; give the run's directory, as in --resume DIR", flag="--resume")
+        raise DataError(f"found no checkpoint in {RUNS}/; give the run's directory, as in --resume DIR", flag="--resume", value="auto")
     return max(saved)[1]
 
 

@@ -115,6 +115,6 @@ def _lock(fd: int, kind: int, run: Path, flag: str) -> None:
         who, stop = ("another process", "stop it")
         if holder is not None:
             who, stop = f"process {holder[1]} on {holder[2]}", f"stop it there with kill {holder[1]}"
-        raise UsageError(f"{run} is in use: {who} is training in it; wait for its end, {stop}, or give another --run-dir", flag=flag) from None
+        raise UsageError(f"is in use: {who} is training in it; wait for its end, {stop}, or give another --run-dir", flag=flag, value=run) from None
     except OSError:
         pass  # no locks on this file system

@@ -129,13 +129,17 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     settings, resumed = run.settings, run.start.resumed
     if settings.run.eval_every and dataset.validation is None:
         raise UsageError(
-            f"{settings.run.eval_every} needs validation data, and {dataset.name} has none; add --val-path, or drop --eval-every", flag="--eval-every"
+            f"needs validation data, and {dataset.name} has none; add --val-path, or drop --eval-every",
+            flag="--eval-every",
+            value=settings.run.eval_every,
         )
     cursor = None
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
             raise DataError(
-                f"{resumed.path} was trained on other data than {dataset.train.name} holds now; restore the data, or start a new run", flag="--resume"
+                f"was trained on other data than {dataset.train.name} holds now; restore the data, or start a new run",
+                flag="--resume",
+                value=resumed.path,
             )
         _check_tokenizer(resumed, dataset)
         epoch, position = resumed.state["cursor"]
@@ -163,9 +167,10 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
     then = load_tokenizer(resumed.path)
     if isinstance(then, BpeTokenizer) and then.content() != now.content():
         raise DataError(
-            f"{resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.name} is another one now, so texts "
+            f"was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.name} is another one now, so texts "
             "would have other ids; restore it, or start a new run",
             flag="--resume",
+            value=resumed.path,
         )
 
 

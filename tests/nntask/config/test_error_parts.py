@@ -7,8 +7,9 @@ from copy import copy
 import pytest
 
 from nntask import DataError, DoesNotFit, StorageError, UsageError
-from nntask.errors import NntaskError
+from nntask.errors import NntaskError, Setting
 from scheduler import Shortage
+from wrappers.cli.options.sources import SettingOrigin
 
 LACK = Shortage("step", "ram", 2, 1)
 
@@ -33,10 +34,27 @@ def test_an_error_is_its_parts(error: NntaskError, fact: str, sentence: str) -> 
     assert getattr(copy(error), "shortage", None) == getattr(error, "shortage", None)
 
 
+RAM = SettingOrigin("ram", "12TB", "12TB", "run.toml")
+DISK = SettingOrigin("NNTASK_DISK", "a", "a")
+
+
 def test_another_name_of_a_flag_begins_the_message() -> None:
-    """The variable or key that has set it; the flag, the rest and the original stay."""
-    error = DoesNotFit("12 TB cannot be reserved", "lower it", flag="--ram", shortage=LACK)
-    named = error.naming("ram in run.toml")
-    assert str(named) == "ram in run.toml 12 TB cannot be reserved; lower it"
-    assert (named.flag, named.fact, named.shortage) == ("--ram", "ram in run.toml 12 TB cannot be reserved", LACK)
-    assert str(error) == "--ram 12 TB cannot be reserved; lower it"
+    """The variable or key that has set it, with its value if the flag has it from there; the flag, the rest and the original stay."""
+    error = DoesNotFit("cannot be reserved", "lower it", flag="--ram", value="12TB", shortage=LACK)
+    named = error.naming({"--ram": RAM})
+    assert str(named) == "ram = 12TB in run.toml cannot be reserved; lower it"
+    assert (named.flag, named.value, named.fact, named.shortage) == ("--ram", "12TB", "ram = 12TB in run.toml cannot be reserved", LACK)
+    assert str(copy(named)) == str(named)
+    assert str(error) == "--ram 12TB cannot be reserved; lower it"
+    assert str(UsageError("must be a size, got 'x'", flag="--ram").naming({"--ram": RAM})) == "ram in run.toml must be a size, got 'x'"
+    assert str(UsageError("is more", flag="--ram", value="1TB").naming({"--ram": RAM})) == "ram in run.toml 1TB is more"
+
+
+def test_other_flags_are_named_as_well() -> None:
+    """The file of a key only once; words of a message that look like a flag stay."""
+    others = (Setting("--ram", "12TB"), Setting("--disk", "a"), Setting("--lr", 0.5))
+    error = UsageError("{0} and {1} and {2}, not --ram 12TB", "drop {0} or {1}", others=others)
+    assert str(error) == "--ram 12TB and --disk a and --lr 0.5, not --ram 12TB; drop --ram 12TB or --disk a"
+    named = error.naming({"--ram": RAM, "--disk": DISK})
+    assert str(named) == "ram = 12TB in run.toml and NNTASK_DISK=a and --lr 0.5, not --ram 12TB; drop ram = 12TB or NNTASK_DISK=a"
+    assert error.naming({"--seed": RAM}) is error

@@ -70,7 +70,7 @@ def _check_name(settings: ExportSettings, target: Path) -> None:
     if target.suffix != suffix:
         other = ", or use --format hf" if settings.format == "gguf" else ""
         raise UsageError(
-            f"{settings.format} writes a file whose name ends with {suffix}, got {target}; name it {target}{suffix}{other}", flag="--format"
+            f"writes a file whose name ends with {suffix}, got {target}; name it {target}{suffix}{other}", flag="--format", value=settings.format
         )
 
 
@@ -86,7 +86,7 @@ def _check_adapters(settings: ExportSettings, checkpoint: Checkpoint) -> None:
     if settings.merge and not has_adapters:
         raise UsageError(f"is about adapters, and {checkpoint.path} holds a whole model; drop it", flag="--merge")
     if settings.shard_size and has_adapters and not settings.merge:
-        raise UsageError(f"{settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge", flag="--shard-size")
+        raise UsageError("is about whole models, and adapters are one file; drop it, or add --merge", flag="--shard-size", value=settings.shard_size)
 
 
 def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> int:
@@ -96,9 +96,9 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
     from nntask.io import format_size
 
     assert settings.format in ("weights", "optimizer")
-    for flag, value in (("--merge", settings.merge), (f"--shard-size {settings.shard_size}", settings.shard_size)):
-        if value:
-            raise UsageError(f"is for a model directory, got --format {settings.format}; drop it", flag=flag)
+    for flag, value, asked in (("--merge", None, settings.merge), ("--shard-size", settings.shard_size, settings.shard_size)):
+        if asked:
+            raise UsageError(f"is for a model directory, got --format {settings.format}; drop it", flag=flag, value=value)
     done = export_state(checkpoint, target, content=settings.format, dtype=settings.dtype, force=settings.force)
     weights = "weights" if checkpoint.state.get("base") is None else "adapter weights"
     what = weights if settings.format == "weights" else "numbers of optimizer state"
@@ -132,7 +132,7 @@ def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer
     from nntask.io import format_size
 
     if settings.shard_size:
-        raise UsageError(f"{settings.shard_size} is about directories, and a GGUF file is one; drop it", flag="--shard-size")
+        raise UsageError("is about directories, and a GGUF file is one; drop it", flag="--shard-size", value=settings.shard_size)
     if checkpoint.state.get("base") is not None and not settings.merge:
         raise UsageError(f"{checkpoint.path} holds adapters, and a GGUF file a whole model; add --merge")
     model = Convertible.of(checkpoint.path, checkpoint.config, checkpoint, tokenizer)

@@ -126,8 +126,8 @@ def _check_filled(asked: TextSettings, model: str) -> None:
     usual = TextSettings()
     for name in (each.name for each in fields(asked) if each.name not in _OF_FILLED):
         if getattr(asked, name) != getattr(usual, name):
-            flag = "--no-cache" if name == "cache" else f"--{name.replace('_', '-')} {getattr(asked, name)}"
-            raise UsageError(f"is for text generation, and {model} fills masks; drop it", flag=flag)
+            flag, value = ("--no-cache", None) if name == "cache" else (f"--{name.replace('_', '-')}", getattr(asked, name))
+            raise UsageError(f"is for text generation, and {model} fills masks; drop it", flag=flag, value=value)
 
 
 def _check_search(asked: TextSettings) -> None:
@@ -140,7 +140,7 @@ def _check_search(asked: TextSettings) -> None:
 
     if asked.num_beams > 1 and asked.temperature > 0:
         raise UsageError(
-            f"{asked.num_beams} searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0", flag="--num-beams"
+            f"searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0", flag="--num-beams", value=asked.num_beams
         )
 
 
@@ -215,13 +215,15 @@ def prompts_of(asked: TextSettings) -> list[str]:
             text = file.read()
     except OSError as error:
         raise DataError(
-            f"{asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line", flag="--prompt-file"
+            f"cannot be read: {error.strerror}; give a text file with one prompt a line", flag="--prompt-file", value=asked.prompt_file
         ) from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it", flag="--prompt-file") from None
+        raise DataError(
+            f"is not text in UTF-8: {error.reason} at byte {error.start}; convert it", flag="--prompt-file", value=asked.prompt_file
+        ) from None
     lines = text.removesuffix("\n").split("\n")  # splitlines() would also end prompts at form feeds and similar characters
     if not text:
-        raise DataError(f"{asked.prompt_file} is empty; write one prompt a line", flag="--prompt-file")
+        raise DataError("is empty; write one prompt a line", flag="--prompt-file", value=asked.prompt_file)
     if "" in lines:
         raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty; write one prompt a line, or remove it")
     return lines

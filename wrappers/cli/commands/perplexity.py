@@ -126,12 +126,13 @@ def check(asked: ScoreSettings) -> None:
     is_apart = bool(asked.val_path) or asked.dataset == WIKITEXT  # the selection applies to training texts
     if asked.dataset_select != -1 and asked.dataset != "train.bin" and is_apart and asked.split != "train":
         raise UsageError(
-            f"{asked.dataset_select} selects training texts, and {asked.val_path or f'the validation part of {asked.dataset}'} "
+            f"selects training texts, and {asked.val_path or f'the validation part of {asked.dataset}'} "
             f"is scored whole; drop it{'' if asked.val_path else ', or add --split train'}",
             flag="--dataset-select",
+            value=asked.dataset_select,
         )
     if asked.val_path and asked.split == "train":
-        raise UsageError(f"{asked.val_path} is not scored with --split train; drop one of them", flag="--val-path")
+        raise UsageError("is not scored with --split train; drop one of them", flag="--val-path", value=asked.val_path)
 
 
 def _open(asked: ScoreSettings, source: ModelSource) -> tuple[Dataset, Tokenizer | None]:

@@ -82,8 +82,9 @@ def run(argv: Sequence[str]) -> int:
             check_disk(machine.disk)
         if settings.tiling.auto_tile == "measured" and open_tiles(settings):
             raise UsageError(
-                "measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with nntask train --dry-run --auto-tile measured",
+                "runs steps, and nntask plan runs nothing; drop it, or see what it finds with nntask train --dry-run --auto-tile measured",
                 flag="--auto-tile",
+                value="measured",
             )
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
@@ -107,10 +108,12 @@ def _check_flags(asked: Request) -> None:
             "link": "imaginary devices and there are none",
             "disk-rate": "the disk of an imaginary machine, and this one's is measured",
         }
-        raise UsageError(f"{flags[given]} is about {why[given]}", "add --devices 8x80GiB@150TF, or drop it", flag=f"--{given}")
+        raise UsageError(f"is about {why[given]}", "add --devices 8x80GiB@150TF, or drop it", flag=f"--{given}", value=flags[given])
     if dask := asked.settings.cluster.dask:
         raise UsageError(
-            f"{dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches", flag="--dask"
+            "belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches",
+            flag="--dask",
+            value=dask,
         )
 
 
@@ -167,9 +170,10 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
         value, names = typed(resources, name), {name, *(inner for inner, suffix in SUFFIXES.items() if suffix.flag == name)}
         if value not in (nothing, "") and {each.replace("_", "-") for each in names} & set(stated):
             raise UsageError(
-                f"{value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
+                f"is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
                 "--devices, the rate of their links with --link, or drop it",
                 flag=flag_of(name),
+                value=value,
             )
     disk = resources.disk if "disk" in stated or has_size(resources.disk) else ""
     return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", disk=disk)

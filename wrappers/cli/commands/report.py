@@ -42,9 +42,9 @@ def run(argv: Sequence[str]) -> int:
 
     record = read_run(directory, Path(settings.trace) if settings.trace else None)
     if target.is_dir():
-        raise UsageError(f"{target} is a directory; give a file", flag="--output")
+        raise UsageError("is a directory; give a file", flag="--output", value=target)
     if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target} cannot be written: there is no directory {target.parent}; make it, or choose another place", flag="--output")
+        raise UsageError(f"cannot be written: there is no directory {target.parent}; make it, or choose another place", flag="--output", value=target)
     check_writable(target, "--output")
     try:
         from wrappers.report.page import page

@@ -228,7 +228,7 @@ def _read_flag(token: str, rest: list[str], table: Table, argv: Sequence[str]) -
     whole = None if suffix is None else table.get(suffix.flag.replace("_", "-"))
     if suffix is not None and whole is not None:  # a command without that flag has one of its own, such as report --trace
         remedy = _with_second(whole, suffix, text, typed_text(argv, whole.name))
-        raise UsageError(f"{text} is now the second part of another flag", remedy, flag=f"--{name}")
+        raise UsageError("is now the second part of another flag", remedy, flag=f"--{name}", value=text)
     yield from values_of(flag, text, f"--{name}", table).items()
 
 

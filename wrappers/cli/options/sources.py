@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,20 +54,15 @@ class SettingOrigin:
         """The name, and the file that has it."""
         return f"{self.name} in {self.file}" if self.file else self.name
 
-    def named_in(self, message: str, flag: str) -> str:
-        """Return an error message with this name instead of the flag and its value, at the beginning and after "got", "and" or "drop".
+    def has(self, value: Any) -> bool:
+        """Return whether this is the value that the flag has from here."""
+        return str(value) == str(self.value)
 
-        Args:
-            flag: the flag, as messages call it.
-        """
-        where = f" in {self.file}" if self.file else ""
-        values = {str(self.value), f"{self.value:g}" if isinstance(self.value, float) else str(self.value)}
-        typed = rf"(?:^|(?<=got )|(?<=and )|(?<=drop )){re.escape(flag)} (?:{'|'.join(map(re.escape, sorted(values)))})(?=[ ,;]|$)"
-        assignment = f"{self.name} = {self.text}" if self.file else f"{self.name}={self.text}"
-        first, count = re.subn(typed, lambda match: assignment + where, message, count=1)
-        if count:
-            return re.sub(typed, lambda match: assignment, first)
-        return message
+    def assignment(self, *, is_first: bool) -> str:
+        """Return name and value, as the file or a shell has them; the file is named only with `is_first`."""
+        if not self.file:
+            return f"{self.name}={self.text}"
+        return f"{self.name} = {self.text}" + (f" in {self.file}" if is_first else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +103,10 @@ def naming(sources: Mapping[str, SettingOrigin]) -> Iterator[None]:
     try:
         yield
     except NntaskError as error:
-        origins = {flag_of(name.replace("-", "_")): origin for name, origin in sources.items()}
-        origin = origins.get(error.flag)
-        if origin is not None and origin.named_in(str(error), error.flag) == str(error):  # the value is not in the message
-            error = error.naming(origin.subject)
-        words = str(error)
-        for flag, each in origins.items():
-            words = each.named_in(words, flag)
-        if words == str(error) and origin is None:
+        named = error.naming({flag_of(name.replace("-", "_")): origin for name, origin in sources.items()})
+        if named is error:
             raise
-        raise error.reworded(words) from error
+        raise named from error
 
 
 def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
@@ -147,7 +135,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
             complain(f"a resumed run writes only to its directory; to use the disk tier of the run again, add: --disk {shlex.quote(disk)}")
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
-            raise UsageError(f"{begin} and --resume both say where to begin; drop one of them", flag="--init-from")
+            raise UsageError("and --resume both say where to begin; drop one of them", flag="--init-from", value=begin)
         if resumed and explicit.get("minibatch") == "auto":
             del explicit["minibatch"]  # the checkpoint has the number that was chosen
         values = merge(stored, explicit)
@@ -217,7 +205,9 @@ def _read_config(file: str, table: Table) -> tuple[dict[str, Any], dict[str, Fil
     try:
         return from_toml(Path(file).read_text(encoding="utf-8"), file, table)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file", flag="--config") from None
+        raise DataError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file", flag="--config", value=file
+        ) from None
 
 
 def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:

@@ -150,7 +150,7 @@ class Connection:
             if len(free) >= least:
                 return free
             if monotonic() > deadline:
-                raise ClusterError(self._too_few(wanted, len(free), len(answering) - len(free), {**unusable, **(refused or {})}))
+                raise self._too_few(wanted, len(free), len(answering) - len(free), {**unusable, **(refused or {})})
             with contextlib.suppress(Exception):  # asked again above
                 self.client.wait_for_workers(max(len(addresses) + 1, least), timeout=1)
 
@@ -168,13 +168,14 @@ class Connection:
         unanswered: list[str] = client.sync(ask_all)
         return unanswered
 
-    def _too_few(self, wanted: int | None, num_free: int, num_busy: int, unusable: Mapping[str, str]) -> str:
+    def _too_few(self, wanted: int | None, num_free: int, num_busy: int, unusable: Mapping[str, str]) -> ClusterError:
         others = [f"{num_busy} belong to another training"] if num_busy else []
         others += [f"{address} {why}" for address, why in unusable.items()]
         usable = f"{num_free} can be used after {WAIT_SECONDS:g} s" + (f" ({', '.join(others)})" if others else "")
         if wanted is None:
-            return f"the cluster at {self.address} must have a worker, and {usable}; start one with: dask worker {self.address}"
-        return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {usable}; start more with dask worker, or lower --nodes"
+            return ClusterError(f"the cluster at {self.address} must have a worker, and {usable}; start one with: dask worker {self.address}")
+        clause = f"asks for {wanted} workers of {self.address}, and {usable}; start more with dask worker, or lower --nodes"
+        return ClusterError(clause, flag="--nodes", value=wanted)
 
     def ask(self, addresses: list[str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
         """Return the workers that answer, sorted by address.
@@ -309,7 +310,7 @@ def local_cluster(number: int) -> Any:
                 silence_logs=logging.CRITICAL,
             )
     except Exception as error:
-        raise ClusterError(f"--dask local:{number} could not start its workers: {type(error).__name__}: {error}") from error
+        raise ClusterError(f"could not start its workers: {type(error).__name__}: {error}", flag="--dask", value=f"local:{number}") from error
 
 
 def _connect(cluster: Any) -> Any:
@@ -348,9 +349,9 @@ def _check_scheduler(address: str) -> None:
     try:
         certificates = Security().get_connection_args("client")
     except Exception as error:
-        raise ClusterError(f"--dask {address} cannot be reached with the configured certificates: {error}; see {keys}") from error
+        raise ClusterError(f"cannot be reached with the configured certificates: {error}; see {keys}", flag="--dask", value=address) from error
     if scheme in ("tls", "wss") and certificates["ssl_context"] is None:
-        raise ClusterError(f"--dask {address} requires TLS, and no certificates are configured; set {keys}")
+        raise ClusterError(f"requires TLS, and no certificates are configured; set {keys}", flag="--dask", value=address)
 
     async def ask() -> Any:
         peer = rpc(address, connection_args=certificates)
@@ -362,23 +363,25 @@ def _check_scheduler(address: str) -> None:
     try:
         identity = asyncio.run(ask())
     except Exception as error:
-        raise ClusterError(_why_not(address, scheme, location, error)) from error
+        raise _no_scheduler(address, scheme, location, error) from error
     if identity["type"] != "Scheduler":
         scheduler = identity.get("scheduler", "tcp://HOST:8786")
-        raise ClusterError(f"--dask {address} is a Dask {identity['type'].lower()}; give the address of its scheduler, --dask {scheduler}")
+        raise ClusterError(
+            f"is a Dask {identity['type'].lower()}; give the address of its scheduler, --dask {scheduler}", flag="--dask", value=address
+        )
 
 
-def _why_not(address: str, scheme: str, location: str, error: Exception) -> str:
-    """Return the reason why a scheduler's address does not answer, with a remedy."""
+def _no_scheduler(address: str, scheme: str, location: str, error: Exception) -> ClusterError:
+    """Return the error for a scheduler's address that does not answer."""
     host, _, port = location.rpartition(":")
     if scheme not in ("tls", "wss") and _speaks_tls(host, int(port)):
-        return (
+        return ClusterError(
             f"the Dask cluster at {address} requires TLS and --dask is in plain text; use --dask tls://{location}, with certificates in Dask's "
             "configuration (distributed.comm.tls)"
         )
     if isinstance(error, RuntimeError | TypeError | ImportError):
-        return f"--dask {address} cannot be used: {error}"
-    return (
+        return ClusterError(f"cannot be used: {error}", flag="--dask", value=address)
+    return ClusterError(
         f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler), that this machine reaches it, and "
         "that the port is the scheduler's (8786 by default) and not its dashboard's (8787)"
     )

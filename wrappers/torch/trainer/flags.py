@@ -52,14 +52,14 @@ def checked_settings(settings: TrainSettings, stated: Mapping[str, Any], config:
     for flag, (nothing, why) in REFUSED.items():
         if flag in stated and stated[flag] not in nothing:
             value = stated[flag]
-            typed = flag_of(flag.replace("-", "_"))
-            raise UsageError(f"--no-{flag} {why}" if value is False else f"{typed}{'' if value is True else f' {value}'} {why}")
+            typed = f"--no-{flag}" if value is False else flag_of(flag.replace("-", "_"))
+            raise UsageError(why, flag=typed, value=None if isinstance(value, bool) else value)
     run, model = settings.run, settings.model
     if config.kind != "causal":
         if stated.get("sample-tokens") or stated.get("prompt"):
             flag = "sample-tokens" if stated.get("sample-tokens") else "prompt"
             what = f"the text of a model that predicts the next token, which this {config.model_type} is not"
-            raise UsageError(f"--{flag} {stated[flag]} is for {what}; drop it")
+            raise UsageError(f"is for {what}; drop it", flag=f"--{flag}", value=stated[flag])
         run = replace(run, sample_tokens=0)
     if model.seq_len is None and config.longest is None:
         model = replace(model, seq_len=USUAL_LENGTH)

@@ -183,6 +183,6 @@ def _set_dropout(inner: Any, dropout: float) -> None:
     text = inner.get_text_config()
     names = [name for name, value in text.to_dict().items() if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)]
     if not names:
-        raise UsageError(f"--dropout {dropout:g} is for dropouts of the config, and that of this {inner.model_type} has none; drop it")
+        raise UsageError(f"is for dropouts of the config, and that of this {inner.model_type} has none; drop it", flag="--dropout", value=dropout)
     for name in names:
         setattr(text, name, dropout)
