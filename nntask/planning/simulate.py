@@ -50,6 +50,8 @@ from .updater import plan_updater
 from .value_figures import order_figures
 from .virtual_replay import replay
 
+_OF_SHORTAGE: Final = ("cause", "node", "needed", "budget", "taken", "task")
+"""Fields of `scheduler.Shortage` that ``nntask plan --json`` contains."""
 IN_FLIGHT: Final = 2
 """Number of steps in flight in training."""
 LEAST_BYTES_A_WEIGHT: Final = 4
@@ -120,7 +122,7 @@ def plan_step(
         order, needs = order_or_needs(found, run, target)
     if needs is None:
         needs = least_needs(plan, run, target, order, reading=found.reading)
-    simulation, refusal, full = _simulate(order, run, target, needs)
+    simulation, refusal, lack = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
     figures["submission_needed_bytes"] = plan.needed_bytes()
@@ -130,6 +132,8 @@ def plan_step(
         figures.update(forecast_bytes=None, forecast_seconds=None, seconds_without_recompute=None, values=[])
     figures["feasible"] = simulation is not None
     figures["refusal"] = refusal
+    figures["shortage"] = None if lack is None else {name: getattr(lack, name) for name in _OF_SHORTAGE}
+    full = lack.node if lack is not None and needs.fit(target) else ""
     figures["advice"] = [] if simulation is not None else list(changes(needs, full))
     return figures
 
@@ -168,15 +172,16 @@ def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> R
     return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
 
 
-def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
-    """Return the costs of the step, with the memory of file readers, or why it cannot run, and the node without free bytes if the needs are met."""
+def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, scheduler.Shortage | None]:
+    """Return the costs of the step, with the memory of file readers, or why it cannot run, in words and in numbers."""
     if not needs.fit(target):
-        return None, shortage(target, needs).fact, ""
+        lack = shortage(target, needs)
+        return None, lack.fact, lack
     target = target.without(needs.reading)
     try:
         simulation = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
-        return None, error.fact, error.shortage.node
+        return None, error.fact, error.shortage
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there
@@ -184,7 +189,7 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
         workers = sum(node == node_number or node_number == 0 for _, node, _ in target.workers)  # host memory also receives the outputs of devices
         _raise_peak(simulation, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - simulation.peak_bytes[node]))
     _raise_peak(simulation, target.nodes[0][0], "scratch", needs.reading)
-    return simulation, "", ""
+    return simulation, "", None
 
 
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:

@@ -258,7 +258,10 @@ def test_what_an_imaginary_machine_lacks(config: str, flags: list[str], helps: l
     """Larger devices, RAM or disk, as texts of these flags; nothing of this machine's devices and directories."""
     assert main(["plan", config, "--batch=2", *flags, "--json"]) == 3
     captured = capsys.readouterr()
-    advice = json.loads(captured.out)["advice"]
+    figures = json.loads(captured.out)
+    advice, lack = figures["advice"], figures["shortage"]
+    assert lack["budget"] == figures["budget_bytes"][lack["node"]]
+    assert f"{lack['needed']:,} B" in figures["refusal"]
     assert all(change.startswith(f"{words} ") for change, words in zip(advice, helps, strict=False))
     assert len(advice) >= len(helps)
     assert not any(word in captured.err for word in ("DIR", "--gpu-memory", "--sim-gpu", "CuPy"))

@@ -124,12 +124,14 @@ def _print(figures: Mapping[str, Any], asked: Request) -> int:
         DoesNotFit: the run would not fit.
     """
     from nntask import DoesNotFit
+    from scheduler import Shortage
 
     if asked.untiled is not None and not asked.extra["json"]:
         print(through_torch(asked.untiled))
     print(json.dumps(figures, indent=1) if asked.extra["json"] else "\n".join(_lines(figures)))
     if not figures["feasible"]:
-        raise DoesNotFit(figures["refusal"], f"it would fit with {', or '.join(figures['advice'])}")
+        remedy = f"it would fit with {', or '.join(figures['advice'])}"
+        raise DoesNotFit(figures["refusal"], remedy, shortage=Shortage(**figures["shortage"]))
     return 0
 
 
