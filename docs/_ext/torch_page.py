@@ -21,7 +21,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from nntask import NntaskError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "reference" / "pytorch.md"
@@ -249,19 +252,18 @@ def tests_markdown() -> str:
 
 def mistakes_markdown() -> str:
     """Return the table of mistakes that a session refuses."""
-    from support.torch_refusals import REFUSALS
+    from support.torch_refusals import REFUSALS, plain
 
     mistakes: dict[str, list[str]] = defaultdict(list)
     for each in REFUSALS:
         with tempfile.TemporaryDirectory() as folder:
-            mistakes[remedy_of(each.sentence(Path(folder)))].append(each.what)
+            mistakes[plain(remedy_of(each.error(Path(folder))), Path(folder))].append(each.what)
     return table(["mistake", "remedy"], ([", ".join(names), f"`{remedy}`"] for remedy, names in mistakes.items()))
 
 
-def remedy_of(message: str) -> str:
-    """Return the remedy of a message, or the whole message if the remedy is too short to stand alone."""
-    _, _, remedy = message.partition("; ")
-    return remedy if len(remedy.split()) > SHORT else message
+def remedy_of(error: NntaskError) -> str:
+    """Return the remedy of an error, or the whole message if the remedy is too short to stand alone."""
+    return error.remedy if len(error.remedy.split()) > SHORT else str(error)
 
 
 def trainer_markdown() -> str:

@@ -47,13 +47,13 @@ def parse_size(text: str, what: str) -> int:
         number = match[1] if match else "2"
         letter = match[2][:1].upper() if match else ""
         example = f"{number}{letter}iB" if letter in ("K", "M", "T") else f"{number}GiB"
-        raise UsageError(f"must be a size in {_WORDS}, got {text!r}; for example {example}", flag=what)
+        raise UsageError(f"must be a size in {_WORDS}, got {text!r}", f"for example {example}", flag=what)
     size = float(match[1].replace(",", "")) * _UNITS[unit]
     if size > LARGEST:
-        raise UsageError(f"must be at most {LARGEST} bytes, got {text!r}; for example 2GiB", flag=what)
+        raise UsageError(f"must be at most {LARGEST} bytes, got {text!r}", "for example 2GiB", flag=what)
     nbytes = int(size)
     if nbytes < 1:
-        raise UsageError(f"must be at least 1 byte, got {text!r}; for example 2GiB", flag=what)
+        raise UsageError(f"must be at least 1 byte, got {text!r}", "for example 2GiB", flag=what)
     return nbytes
 
 
@@ -100,7 +100,7 @@ def fraction_of(text: str) -> float | None:
         return None
     share = float(text)
     if not 0 < share <= 1:
-        raise UsageError(f"must be a size, or a fraction of the card above 0 and up to 1.0, got {text}; for example 0.5", flag="--gpu-memory")
+        raise UsageError(f"must be a size, or a fraction of the card above 0 and up to 1.0, got {text}", "for example 0.5", flag="--gpu-memory")
     return share
 
 

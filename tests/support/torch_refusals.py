@@ -257,17 +257,26 @@ class Refusal:
     words: str
     act: Callable[[Path], None]
 
-    def sentence(self, folder: Path) -> str:
-        """What the mistake meets, with a folder and a file that a user might have.
+    def error(self, folder: Path) -> NntaskError:
+        """Return the error that the mistake meets.
 
         Raises:
-            AssertionError: it meets nothing.
+            AssertionError: it meets none.
         """
         try:
             self.act(folder)
         except NntaskError as error:
-            return re.sub(rf"\S*{Path(__file__).name}:\d+", "model.py:12", str(error)).replace(f"{folder}/", "")
+            return error
         raise AssertionError(f"{self.what} is not refused")
+
+    def sentence(self, folder: Path) -> str:
+        """Return the message of `error`, as `plain`."""
+        return plain(str(self.error(folder)), folder)
+
+
+def plain(text: str, folder: Path) -> str:
+    """Return a part of a message with a folder and a file that a user might have."""
+    return re.sub(rf"\S*{Path(__file__).name}:\d+", "model.py:12", text).replace(f"{folder}/", "")
 
 
 REFUSALS: Final = (

@@ -65,7 +65,7 @@ def from_tensor(values: torch.Tensor, tensor: TileTensor) -> None:
     """
     array = _as_numpy(values)
     if array.shape != tensor.shape:
-        raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a torch tensor of shape {array.shape}; make them equal")
+        raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a torch tensor of shape {array.shape}", "make them equal")
     tensor.write(array)
 
 
@@ -87,13 +87,13 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known, what = ", ".join(FAMILIES), type(module).__name__ if kind is None else f"model_type {kind!r}"
-        raise UsageError(f"from_torch takes modules of transformers of the families {known}, got {what}; use one of these")
+        raise UsageError(f"from_torch takes modules of transformers of the families {known}, got {what}", "use one of these")
     config = family.config.from_dict({**values, "architectures": [type(module).__name__]}, f"the config of {type(module).__name__}")
     model = build(config, tiling or ModelTiling(), runtime, dtype=dtype, seed=None)
     state = {name: _as_numpy(value) for name, value in module.state_dict().items()}
     for name, array in state.items():
         if (bad := first_not_finite(array)) is not None:
-            raise DataError(f"{name} holds {bad}, and weights must be finite; use a module of a training that did not diverge")
+            raise DataError(f"{name} holds {bad}, and weights must be finite", "use a module of a training that did not diverge")
     model.load(config.names.from_hf(state, config))
     return model
 

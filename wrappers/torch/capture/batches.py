@@ -27,27 +27,27 @@ def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -
     """
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-            raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
+            raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}", "give each tensor as an argument of its own")
     if empty := [name for name, value in batch.items() if isinstance(value, torch.Tensor) and not value.numel()]:
-        raise UsageError(f"{empty[0]} of the batch has no elements (shape {tuple(batch[empty[0]].shape)}); leave it out, or skip the batch")
+        raise UsageError(f"{empty[0]} of the batch has no elements (shape {tuple(batch[empty[0]].shape)})", "leave it out, or skip the batch")
     if given := [
         name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and learns
     ]:
         raise UsageError(
-            f"{given[0]} of the batch requires a gradient, which a session does not give back; make it a parameter of the module, or detach() it, "
-            "and call requires_grad_() inside of the module"
+            f"{given[0]} of the batch requires a gradient, which a session does not give back",
+            "make it a parameter of the module, or detach() it, and call requires_grad_() inside of the module",
         )
     lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
     if not lengths:
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in batch.items()) or "nothing"
         raise UsageError(
-            f"a batch must have a torch.Tensor with a first axis, got {kinds}; convert arrays and lists with torch.as_tensor(), and pass the "
-            "module's arguments by name"
+            f"a batch must have a torch.Tensor with a first axis, got {kinds}",
+            "convert arrays and lists with torch.as_tensor(), and pass the module's arguments by name",
         )
     if count > 1 and (len(set(lengths.values())) > 1 or next(iter(lengths.values())) % count):
         raise UsageError(
-            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the "
-            "batch, or use minibatches=1"
+            f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}",
+            "pad the batch, or use minibatches=1",
         )
 
 
@@ -88,7 +88,7 @@ def _signature(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.generic):
         return (value.dtype.str, repr(value))
     if not all(isinstance(leaf, bool | int | float | str | torch.dtype | None) for leaf in tree_leaves(value)):
-        raise UsageError(f"{name} of the batch is a {type(value).__name__}, and arguments must be tensors or plain values; make it a tensor")
+        raise UsageError(f"{name} of the batch is a {type(value).__name__}, and arguments must be tensors or plain values", "make it a tensor")
     return (repr(value),)
 
 

@@ -102,8 +102,8 @@ def _capture(
     for path, (tensor, _) in before.tensors.items():
         if isinstance(tensor, FakeTensor):
             raise UsageError(
-                f"{path} holds a tensor that an earlier minibatch of this step has made, whose values are not known yet; give it an initial tensor "
-                "of the same shape, or use minibatches=1"
+                f"{path} holds a tensor that an earlier minibatch of this step has made, whose values are not known yet",
+                "give it an initial tensor of the same shape, or use minibatches=1",
             )
     recorder = CallRecorder(terms.values, {id(tensor): path for path, (tensor, _) in before.tensors.items()}, on_gpus=terms.on_gpus)
     numbers = RandomState()
@@ -206,7 +206,7 @@ class _Run:
     def _differentiate(self, outputs: Any, divisor: int) -> Any:
         """Compute the gradients of all parameters that have one, including those that a backward pass in the module has added to `.grad`."""
         if not outputs.requires_grad:
-            raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
+            raise UsageError("the loss depends on no parameter that is learnt", "unfreeze one, or compute the loss from the module's result")
         outer = self._recorder.learnable()
         wanted = [*self._learnt.values(), *outer]
         gradients = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, wanted, allow_unused=True)
@@ -227,7 +227,7 @@ class _Run:
             if self._recorder.known(twin) is not self._recorder.known(alias):
                 if twin.shape != alias.shape or twin.dtype != alias.dtype:
                     raise UsageError(
-                        f"the module gives a tensor of shape {tuple(alias.shape)} values of shape {tuple(twin.shape)}; keep its shape and type"
+                        f"the module gives a tensor of shape {tuple(alias.shape)} values of shape {tuple(twin.shape)}", "keep its shape and type"
                     )
                 with torch.no_grad():
                     alias.copy_(twin.detach())
@@ -240,7 +240,7 @@ class _Run:
         """
         for name, gradient in self.gradients.items():
             if gradient.layout != torch.strided:
-                raise UsageError(f"the gradient of {name} is sparse, and gradients must be dense; make its embedding with sparse=False")
+                raise UsageError(f"the gradient of {name} is sparse, and gradients must be dense", "make its embedding with sparse=False")
 
 
 def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple[list[Carried], list[Ref]]:
@@ -251,7 +251,9 @@ def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple
             if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
                 continue
             if slot.write is None:
-                raise UsageError(f"{path} keeps a tensor of the pass in a place that cannot receive its value; keep it as an attribute of the module")
+                raise UsageError(
+                    f"{path} keeps a tensor of the pass in a place that cannot receive its value", "keep it as an attribute of the module"
+                )
             old = before.tensors.get(path)
             if old is not None and before.leaves[path] == after.leaves[path] and (storage := recorder.known(old[0])) is not None:
                 if recorder.known(tensor) is not storage:
@@ -291,7 +293,7 @@ def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int,
         is_parameter = isinstance(value, torch.nn.Parameter)
         if not value.numel() or value.layout != torch.strided or (own is not None and id(value) not in own):
             if is_parameter and value.numel() and own is not None:
-                raise UsageError(f"{name} is a parameter that the module did not have when its session was made; make a new session")
+                raise UsageError(f"{name} is a parameter that the module did not have when its session was made", "make a new session")
             continue  # a constant of the program
         if id(value) not in twins.by_id:
             first = name if own is None else own[id(value)]
@@ -347,6 +349,6 @@ class Applied(torch.nn.Module):  # type: ignore[misc]
         """
         for name, (old, new) in self.replaced.items():
             if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
-                raise UsageError(f"the module replaces its buffer {name} by something of another shape or type; keep both, or use an attribute")
+                raise UsageError(f"the module replaces its buffer {name} by something of another shape or type", "keep both, or use an attribute")
             with torch.no_grad():
                 old.copy_(new)

@@ -64,14 +64,14 @@ def _run_plainly(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
 
 
 def _refuse_address(tensor: torch.Tensor) -> int:
-    raise UsageError(f"{line_of_program()} reads the address of a tensor, and a session moves tensors; compute without addresses")
+    raise UsageError(f"{line_of_program()} reads the address of a tensor, and a session moves tensors", "compute without addresses")
 
 
 def _refuse_kept_gradient(tensor: torch.Tensor) -> None:
     if not tensor.is_leaf:
         raise UsageError(
-            f"{line_of_program()} keeps the gradient of an activation (retain_grad), which a session does not give back; compute with it in "
-            "the backward pass, by torch.autograd.grad or a Function"
+            f"{line_of_program()} keeps the gradient of an activation (retain_grad), which a session does not give back",
+            "compute with it in the backward pass, by torch.autograd.grad or a Function",
         )
 
 

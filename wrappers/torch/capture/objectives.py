@@ -32,7 +32,7 @@ def scalar(objective: Function) -> Function:
         loss = objective(module, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"the loss must be a tensor with one element, got {what}; give loss=, a function of the result and the batch")
+            raise UsageError(f"the loss must be a tensor with one element, got {what}", "give loss=, a function of the result and the batch")
         return loss
 
     return checked
@@ -44,7 +44,7 @@ def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     if loss is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")
     if loss is None:
-        raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
+        raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss", "give labels in the batch, or loss=, a function of both")
     return loss
 
 

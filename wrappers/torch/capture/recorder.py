@@ -81,7 +81,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor; memory that no call has allocated is a constant of the model."""
         if tensor.layout != torch.strided:
-            raise UsageError(f"tensors must be dense, got one of layout {tensor.layout}; use dense tensors in the model")
+            raise UsageError(f"tensors must be dense, got one of layout {tensor.layout}", "use dense tensors in the model")
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         if storage is None:
             storage = self._enter(tensor, "temporary" if isinstance(tensor, FakeTensor) else "constant", self._paths.get(id(tensor), ""))
@@ -97,8 +97,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         ref, where = self.ref(tensor), line_of_program()
         if self._values is None:
             raise UsageError(
-                f"{where} needs a value of a tensor while the step is captured, and here no values are known; compute with tensors there "
-                "(torch.where, masks), or move it out of the model"
+                f"{where} needs a value of a tensor while the step is captured, and here no values are known",
+                "compute with tensors there (torch.where, masks), or move it out of the model",
             )
         with _disable_current_modes():
             value = self._values.tensor(self.calls, ref)
@@ -118,7 +118,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
             UsageError: GPUs compute the pass.
         """
         if is_random and self._on_gpus:
-            raise UsageError(f"{where} decides by random numbers, and GPUs draw others than the host; decide by Python's random, or use ngpu=0")
+            raise UsageError(f"{where} decides by random numbers, and GPUs draw others than the host", "decide by Python's random, or use ngpu=0")
 
     def _enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
         untyped = tensor.untyped_storage()
@@ -197,7 +197,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in refs):
             raise UsageError(
                 f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is "
-                "not known beforehand; call contiguous() on its inputs"
+                "not known beforehand",
+                "call contiguous() on its inputs",
             )
 
     def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:

@@ -37,23 +37,25 @@ def refusals() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = "a value" if isinstance(error, DataDependentOutputException) else "a shape that depends on values"
         raise UsageError(
-            f"{_line_of(error)} needs {kind} of a tensor while the step is captured ({error.func}), and here no values are known; compute with "
-            "tensors there (torch.where, masks), or move it out of the model"
+            f"{_line_of(error)} needs {kind} of a tensor while the step is captured ({error.func}), and here no values are known",
+            "compute with tensors there (torch.where, masks), or move it out of the model",
         ) from error
     except UnsupportedOperatorException as error:
-        raise UsageError(f"{_line_of(error)} calls {error.func}, whose shapes PyTorch cannot work out beforehand; register a fake for it") from error
+        raise UsageError(
+            f"{_line_of(error)} calls {error.func}, whose shapes PyTorch cannot work out beforehand", "register a fake for it"
+        ) from error
     except NotImplementedError as error:
         if "HigherOrderOperator" not in str(error):
-            raise UsageError(f"{_line_of(error)} cannot be captured: {error}; run this part outside of the model") from error
+            raise UsageError(f"{_line_of(error)} cannot be captured: {error}", "run this part outside of the model") from error
         raise UsageError(
-            f"{_line_of(error)} uses a control flow operator ({str(error).partition(' and mode')[0]}); write it as a loop of Python"
+            f"{_line_of(error)} uses a control flow operator ({str(error).partition(' and mode')[0]})", "write it as a loop of Python"
         ) from error
     except Exception as error:
         if _is_of_program(error):
             raise
         raise UsageError(
-            f"{_line_of(error)} cannot be captured: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}; try module(**batch) by eager "
-            "PyTorch, and if that works, run this part outside of the model"
+            f"{_line_of(error)} cannot be captured: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            "try module(**batch) by eager PyTorch, and if that works, run this part outside of the model",
         ) from error
     finally:
         log.disabled = before

@@ -64,8 +64,8 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
         return None
     raise UsageError(
         f"the weights of the module are in a session, or were in one that was closed, so {name} cannot use them: read them with "
-        "session.state_dict(), overwrite them with session.load_state_dict(), compute with session.predict(); load_into(module) of the session, or "
-        "close() of its trainer, brings them back"
+        "session.state_dict(), overwrite them with session.load_state_dict(), compute with session.predict()",
+        "load_into(module) of the session, or close() of its trainer, brings them back",
     )
 
 
@@ -102,8 +102,8 @@ def _twin_of(tensor: torch.Tensor, twins: Mapping[int, torch.Tensor]) -> torch.T
         with torch._C.DisableTorchFunctionSubclass():
             shape = tuple(tensor.shape)
         raise UsageError(
-            f"a tensor of shape {shape} belongs to another session, or to one that was closed; train both "
-            "modules in one session, as parts of one module, or bring the values back with load_into(module)"
+            f"a tensor of shape {shape} belongs to another session, or to one that was closed",
+            "train both modules in one session, as parts of one module, or bring the values back with load_into(module)",
         )
     return twin
 

@@ -116,7 +116,8 @@ class Walk(CodeWalk):
         if len(self._keep) > MOST_NODES:
             raise UsageError(
                 f"the module and the loss reach more than {MOST_NODES:,} Python objects, the last one at {path}, and a session looks at each before "
-                "a step; keep large data (datasets, tables, logs) outside of the module"
+                "a step",
+                "keep large data (datasets, tables, logs) outside of the module",
             )
         if isinstance(value, torch.Tensor):
             self._visit_tensor(path, value, slot)
@@ -157,7 +158,7 @@ class Walk(CodeWalk):
         keys = entries[: len(entries) // 2]
         self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in keys))
         if any(id(key) in self._own for key in keys):
-            raise UsageError(f"{path} has parameters as keys, which a capture looks up by other tensors; use their names as keys")
+            raise UsageError(f"{path} has parameters as keys, which a capture looks up by other tensors", "use their names as keys")
         self._watch(partial(plain_entries, value), partial(set_attributes, value))
         write = value.__setitem__
         for key, each in zip(keys, entries[len(keys) :], strict=True):
@@ -246,7 +247,7 @@ class Walk(CodeWalk):
             self._visit_slots(path, value, names)
         elif hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
             raise UsageError(
-                f"{path} is an iterator of type {kind.__name__}, whose state cannot be read; keep a list and a number, or itertools.count"
+                f"{path} is an iterator of type {kind.__name__}, whose state cannot be read", "keep a list and a number, or itertools.count"
             )
         else:
             self._visit_identity(path, value)

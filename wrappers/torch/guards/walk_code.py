@@ -215,4 +215,6 @@ def _check_types(value: types.FunctionType) -> None:
     code = value.__code__
     is_setup = value.__name__.startswith(("__", "_init", "init", "reset"))
     if not is_setup and ("type",) in loads_of(code).of_globals and "Parameter" in names_in(code):
-        raise UsageError(f"{code.co_filename}:{code.co_firstlineno} asks for the exact type of a parameter; use isinstance(..., torch.nn.Parameter)")
+        raise UsageError(
+            f"{code.co_filename}:{code.co_firstlineno} asks for the exact type of a parameter", "use isinstance(..., torch.nn.Parameter)"
+        )

@@ -78,8 +78,8 @@ class World:
                 walk.visit_options()
             except RecursionError:
                 raise UsageError(
-                    f"the module or the loss holds objects nested too deeply to look at before a step, last at {walk.last_path}; keep such a "
-                    "structure outside of them, or in a list"
+                    f"the module or the loss holds objects nested too deeply to look at before a step, last at {walk.last_path}",
+                    "keep such a structure outside of them, or in a list",
                 ) from None
             finally:
                 sys.setrecursionlimit(limit)

@@ -65,8 +65,8 @@ class SessionFiles(ABC):
         """Raise an error if the session is closed."""
         if self._is_closed:
             raise UsageError(
-                "the session is closed, and its weights are gone unless they were saved or taken out before; make the module anew, or a session with "
-                "weights=DIR of a saved session"
+                "the session is closed, and its weights are gone unless they were saved or taken out before",
+                "make the module anew, or a session with weights=DIR of a saved session",
             )
 
     def _check_whole(self) -> None:
@@ -94,7 +94,7 @@ class SessionFiles(ABC):
         self._wait_for_started()
         self._check_whole()
         if path.exists():
-            raise UsageError(f"{path} exists, and a session is saved to a new directory; name another one, or remove it")
+            raise UsageError(f"{path} exists, and a session is saved to a new directory", "name another one, or remove it")
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(path) as new:
@@ -174,7 +174,7 @@ def storage_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
+        raise StorageError(f"cannot save to {directory}: {error.strerror or error}", "make room or choose another place") from error
 
 
 def _read_state(directory: Path, numerics: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,16 +197,16 @@ def _read_state(directory: Path, numerics: Mapping[str, Any]) -> dict[str, Any]:
         state["numerics"] = {**_FIRST, **state.get("numerics", {})}
         checksums = {name: int(state["checksums"][name]) for name in (MODEL, OPTIMIZER)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
+        raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE})", "give a directory that save() wrote") from None
     if not known:
-        raise DataError(f"{file} has format {state['format']}, this version reads up to {FORMAT}; use the nntask that wrote it")
+        raise DataError(f"{file} has format {state['format']}, this version reads up to {FORMAT}", "use the nntask that wrote it")
     for name, value in numerics.items():
         if state["numerics"].get(name, value) != value:
             raise DataError(
-                f"{name} must be what it was when {directory} was saved, {state['numerics'][name]}, got {value}: bits depend on it; "
-                f"give the {_ARGUMENTS.get(name, name)} of then"
+                f"{name} must be what it was when {directory} was saved, {state['numerics'][name]}, got {value}: bits depend on it",
+                f"give the {_ARGUMENTS.get(name, name)} of then",
             )
     for name, expected in checksums.items():
         if checksum_of(directory / name) != expected:
-            raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written; use another one")
+            raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written", "use another one")
     return state

@@ -94,7 +94,7 @@ class Host:
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
     """Return the error to raise for a failure of the runtime: the known cause if there is one, else the error itself."""
     if isinstance(error.__cause__, OperationFailed):
-        return UsageError(f"{error.__cause__}; look at the values of this batch")
+        return UsageError(f"{error.__cause__}", "look at the values of this batch")
     if runtime.tier_failure is not None:
         remedy = "free space there, or choose another directory with disk=; then make a new session, and resume from the last save()"
         return StorageError(runtime.tier_failure.fact, remedy)
@@ -119,13 +119,13 @@ def machine_with(asked: Resources) -> MachineSpec:
     """
     ngpu, workers = asked.ngpu, asked.workers
     if ngpu is not None and ngpu < 0:
-        raise UsageError(f"ngpu must be at least 0, or None for all GPUs, got {ngpu}; use 0")
+        raise UsageError(f"ngpu must be at least 0, or None for all GPUs, got {ngpu}", "use 0")
     if ngpu and asked.sim_gpu:
-        raise UsageError(f"devices are real or simulated, got ngpu={ngpu} and sim_gpu={asked.sim_gpu}; drop one of them")
+        raise UsageError(f"devices are real or simulated, got ngpu={ngpu} and sim_gpu={asked.sim_gpu}", "drop one of them")
     if workers is not None and workers < 0:
-        raise UsageError(f"workers must be at least 0, or None for one a core, got {workers}; use 1")
+        raise UsageError(f"workers must be at least 0, or None for one a core, got {workers}", "use 1")
     if workers == 0 and ngpu == 0 and not asked.sim_gpu:
-        raise UsageError("workers must be at least 1 without GPUs, got 0; use 1, or sim_gpu=1")
+        raise UsageError("workers must be at least 1 without GPUs, got 0", "use 1, or sim_gpu=1")
     return machine_of(
         ResourceSettings(
             ncpu=workers,
@@ -154,15 +154,15 @@ def check_gpus(gpus: Sequence[Any], module: torch.nn.Module) -> None:
             continue
         if not torch.cuda.is_available():
             raise UsageError(
-                f"{gpu.name} was asked for, and this PyTorch ({torch.__version__}) cannot use GPUs; install one with CUDA, or use ngpu=0"
+                f"{gpu.name} was asked for, and this PyTorch ({torch.__version__}) cannot use GPUs", "install one with CUDA, or use ngpu=0"
             )
         if index >= torch.cuda.device_count():
-            raise UsageError(f"{gpu.name} was asked for, and PyTorch sees {torch.cuda.device_count()} GPUs; lower ngpu=")
+            raise UsageError(f"{gpu.name} was asked for, and PyTorch sees {torch.cuda.device_count()} GPUs", "lower ngpu=")
     for name, parameter in module.named_parameters():
         if gpus and parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
             raise UsageError(
-                f"{name} is of type {parameter.dtype}, and GPUs update parameters of torch.float32 and torch.bfloat16; convert the module, freeze "
-                "it, or use ngpu=0"
+                f"{name} is of type {parameter.dtype}, and GPUs update parameters of torch.float32 and torch.bfloat16",
+                "convert the module, freeze it, or use ngpu=0",
             )
 
 
@@ -177,7 +177,7 @@ def fallbacks_of(tasks: Iterable[RecordedTask], machine: MachineSpec) -> dict[st
     counts = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
     if counts and not machine.num_cpu:
         raise UsageError(
-            f"tasks of {', '.join(sorted(counts))} have no CUDA kernel, and there is no CPU worker to run them; give workers=1, or use ngpu=0"
+            f"tasks of {', '.join(sorted(counts))} have no CUDA kernel, and there is no CPU worker to run them", "give workers=1, or use ngpu=0"
         )
     return counts
 

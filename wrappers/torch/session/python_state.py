@@ -152,7 +152,9 @@ def check_changed(captured: Capture, minibatch: Mapping[str, Any]) -> None:
                 and isinstance(value, torch.Tensor)
                 and value.untyped_storage().data_ptr() == minibatch[name].untyped_storage().data_ptr()
             ):
-                raise UsageError(f"{name} and {other} of the batch share memory, and the module changes {name} in place; give a copy of one of them")
+                raise UsageError(
+                    f"{name} and {other} of the batch share memory, and the module changes {name} in place", "give a copy of one of them"
+                )
 
 
 def bring_into_python(leavings: Sequence[Leaving], kept: Sequence[Mapping[Storage, Handle]], ticket: Ticket, state: ModuleState) -> None:

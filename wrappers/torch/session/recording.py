@@ -133,7 +133,8 @@ class StepRecorder:
         if len({frozenset(each.captured.gradients) for each in passes}) > 1:
             raise UsageError(
                 "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
-                f"{shapes_of(minibatches)} differ; pad them to one shape"
+                f"{shapes_of(minibatches)} differ",
+                "pad them to one shape",
             )
         is_training = purpose == "train"
         if self._machine is not None:
@@ -193,6 +194,6 @@ def check_uses(uses: Sequence[PassUse]) -> None:
         storages = {read.ref.storage} if isinstance(read, Guard) else {ref.storage for ref in refs_in((*read.args, *read.kwargs.values()))}
         if any(leaf.name in changed and leaf.role != "input" for leaf in origin_of_values(read.calls, storages).leaves):
             raise UsageError(
-                f"{read.where} needs the value of a tensor that each minibatch changes, and the minibatches of a step are computed together; use "
-                "minibatches=1, or compute with tensors there (torch.where)"
+                f"{read.where} needs the value of a tensor that each minibatch changes, and the minibatches of a step are computed together",
+                "use minibatches=1, or compute with tensors there (torch.where)",
             )

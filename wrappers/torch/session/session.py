@@ -257,7 +257,9 @@ class Session(SessionFiles):
             is_last = number == self.num_steps  # no step was started after it
             self.num_steps -= is_last
             self._optimizer.note_left_out(updated, keeps_number=not is_last)
-        return UsageError(f"{error}; {outcome}") if isinstance(error, UsageError) else error
+        if not isinstance(error, UsageError):
+            return error
+        return UsageError(error.fact, f"{error.remedy}; {outcome}" if error.remedy else outcome)
 
     def evaluate(self, **batch: Any) -> float:
         """Return the loss of a batch in evaluation mode; state changes only as the module's forward pass itself changes it in that mode."""

@@ -72,15 +72,15 @@ class SessionValues:
         first, own = self._first_names(), dict(named_tensors(self._module))
         known = {name: first[id(value)] for name, value in saved_tensors(self._module).items() if id(value) in first}
         if unknown := sorted(values.keys() - known.keys()):
-            raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
+            raise UsageError(f"{unknown[0]} is no parameter or buffer of the module", "give names of session.state_dict()")
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
-                raise UsageError(f"{name} must be a tensor, got a {type(value).__name__}; give torch.as_tensor of it")
+                raise UsageError(f"{name} must be a tensor, got a {type(value).__name__}", "give torch.as_tensor of it")
             shape = tuple(own[known[name]].shape)
             if tuple(value.shape) != shape:
-                raise UsageError(f"{name} has shape {shape}, got values of shape {tuple(value.shape)}; give values of its shape")
+                raise UsageError(f"{name} has shape {shape}, got values of shape {tuple(value.shape)}", "give values of its shape")
         if strict and (missing := sorted(known.keys() - values.keys())):
-            raise UsageError(f"{missing[0]} is missing among the values; give all of session.state_dict(), or strict=False")
+            raise UsageError(f"{missing[0]} is missing among the values", "give all of session.state_dict(), or strict=False")
         return {known[name]: value.to(own[known[name]].dtype) for name, value in values.items()}
 
     def saved(self, *, frozen: bool) -> dict[str, TileTensor]:
@@ -97,12 +97,14 @@ class SessionValues:
         for name, value in saved_tensors(self._module).items():
             is_known = isinstance(value, torch.Tensor) and (id(value) in own or not value.numel() or value.layout != torch.strided)
             if not is_known and value is not None:
-                raise UsageError(f"{name} of the module's state_dict() is neither a parameter nor a buffer, and cannot be saved; take its hook away")
+                raise UsageError(
+                    f"{name} of the module's state_dict() is neither a parameter nor a buffer, and cannot be saved", "take its hook away"
+                )
         for first, name in names.items():
             if first not in tensors:
-                raise UsageError(f"{name} was registered after the session was made, and cannot be saved with it; register it before")
+                raise UsageError(f"{name} was registered after the session was made, and cannot be saved with it", "register it before")
             if values[first].is_complex():
-                raise UsageError(f"{name} is complex, and files of weights hold real numbers; register the buffer with persistent=False")
+                raise UsageError(f"{name} is complex, and files of weights hold real numbers", "register the buffer with persistent=False")
         return {name: tensors[first] for first, name in names.items() if frozen or not is_frozen(values[first])}
 
     def _first_names(self) -> dict[int, str]:

@@ -86,8 +86,8 @@ class Verifier:
                 expected = eager_step(self._captures.module, self._captures.objective, own, self._values.by_first_name(), minibatches, divisor, seed)
             except Exception as error:
                 raise UsageError(
-                    f"verify= took step {seed[1]} by eager PyTorch first, which raised {type(error).__name__}: {error}; call module(**batch) by "
-                    "eager PyTorch to locate the error, and fix the batch or the module"
+                    f"verify= took step {seed[1]} by eager PyTorch first, which raised {type(error).__name__}: {error}",
+                    "call module(**batch) by eager PyTorch to locate the error, and fix the batch or the module",
                 ) from error
         state = {name: torch.from_numpy(tensor.read()) for name, tensor in optimizer.updates.tensors().items()}
         if any(name.startswith("master.") for name in state):  # PyTorch has no masters: compare loss and buffers only
@@ -283,6 +283,6 @@ def set_back(world: World) -> Iterator[None]:
         yield
     if left := before.differences(world.walked()):
         raise UsageError(
-            f"verify= runs the module by eager PyTorch and by the session, and {left[0]} cannot be set back; leave verify= out, or "
-            "keep that state in an attribute of plain Python"
+            f"verify= runs the module by eager PyTorch and by the session, and {left[0]} cannot be set back",
+            "leave verify= out, or keep that state in an attribute of plain Python",
         )

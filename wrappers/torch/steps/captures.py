@@ -121,7 +121,9 @@ class Captures:
         with no_collections():  # a collection would go through all of torch
             new_pass = self._captured(minibatch, purpose, divisor, values)
         for name in {s.name for each in new_pass.captured.calls for s in each.writes if s.role == "buffer"}.intersection(self._shared):
-            raise UsageError(f"the module changes {name}, which shares its memory with another buffer, and a session separates them; use one buffer")
+            raise UsageError(
+                f"the module changes {name}, which shares its memory with another buffer, and a session separates them", "use one buffer"
+            )
         host = {s.name: values.given(s) for each in new_pass.captured.host for s in each.storages} if values is not None else {}
         changed = new_pass.captured.effects or ([] if self._seen is None else self._seen.differences(before))
         self._seen = before

@@ -135,7 +135,7 @@ def check_ids(passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]]) 
         for name, num_rows in each.num_rows.items():
             low, high = int(minibatch[name].min()), int(minibatch[name].max())
             if low < 0 or high >= num_rows:
-                raise UsageError(f"{name} of the batch must be ids from 0 to {num_rows - 1}, got {low} to {high}; use the tokenizer of this model")
+                raise UsageError(f"{name} of the batch must be ids from 0 to {num_rows - 1}, got {low} to {high}", "use the tokenizer of this model")
 
 
 def write_inputs(

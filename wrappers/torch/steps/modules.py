@@ -79,8 +79,8 @@ def let_go(module: torch.nn.Module) -> ExitStack:
 
 def _refuse_loading(*_: Any) -> None:
     raise UsageError(
-        "load_state_dict() of a module whose weights are in a session has no memory for them; use load_state_dict() of the session, or "
-        "load_into(module) before"
+        "load_state_dict() of a module whose weights are in a session has no memory for them",
+        "use load_state_dict() of the session, or load_into(module) before",
     )
 
 

@@ -44,38 +44,38 @@ def torch_optimizer(
     """
     if isinstance(optimizer, str):
         if optimizer not in _NAMES:
-            raise UsageError(f'optimizer must be one of {", ".join(_NAMES)} or an instance of torch.optim, got {optimizer!r}; for example "adamw"')
+            raise UsageError(f"optimizer must be one of {', '.join(_NAMES)} or an instance of torch.optim, got {optimizer!r}", 'for example "adamw"')
         learnt = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not learnt:
-            raise UsageError("the module has no parameter that is learnt; set requires_grad of one")
+            raise UsageError("the module has no parameter that is learnt", "set requires_grad of one")
         given = {**({} if lr is None else {"lr": lr}), **options}
         try:
             instance = _NAMES[optimizer](learnt, **given)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {given}: {error}; see its documentation") from None
+            raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {given}: {error}", "see its documentation") from None
         return _checked(instance)
     if options:
-        raise UsageError(f"Session has no argument {next(iter(options))}=, and an optimizer that is an instance has its options; leave it out")
+        raise UsageError(f"Session has no argument {next(iter(options))}=, and an optimizer that is an instance has its options", "leave it out")
     if lr is not None:
-        raise UsageError("an optimizer that is an instance has its options; leave out lr= and the other options, or give its name")
+        raise UsageError("an optimizer that is an instance has its options", "leave out lr= and the other options, or give its name")
     return _checked(optimizer)
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if type(optimizer) not in _NAMES.values():
         names = ", ".join(f"torch.optim.{each.__name__}" for each in _NAMES.values())
-        raise UsageError(f"optimizer must be one of {names}, got {type(optimizer).__name__}; use one of them")
+        raise UsageError(f"optimizer must be one of {names}, got {type(optimizer).__name__}", "use one of them")
     for number, group in enumerate(optimizer.param_groups):
         for option, value in _ZERO.items():
             is_adamw = option == "decoupled_weight_decay" and isinstance(optimizer, torch.optim.AdamW)
             if group.get(option, value) != value and not is_adamw:
-                raise UsageError(f"{option} of {type(optimizer).__name__} must be {value}, got {group[option]}; leave it out")
+                raise UsageError(f"{option} of {type(optimizer).__name__} must be {value}, got {group[option]}", "leave it out")
         options_of(number, group)
     _check_hooks(optimizer)
     if isinstance(optimizer.state, _StateElsewhere):
-        raise UsageError("the optimizer is that of another session, which is open; close that session first, or make another optimizer")
+        raise UsageError("the optimizer is that of another session, which is open", "close that session first, or make another optimizer")
     if optimizer.state:
-        raise UsageError("the optimizer has taken steps already, and its state would be lost; make a new one, and resume with session.resume")
+        raise UsageError("the optimizer has taken steps already, and its state would be lost", "make a new one, and resume with session.resume")
     return optimizer
 
 
@@ -92,10 +92,10 @@ def options_of(number: int, group: Mapping[str, Any]) -> Options:
     first, second = map(float, decays)
     options = Options(float(group["lr"]), float(group["weight_decay"]), first, second, float(group.get("eps", 0.0)))
     if not (0 <= first < 1 and 0 <= second < 1):
-        raise UsageError(f"{name} of group {number} must be at least 0 and below 1, got {group[name]}; correct it, or its schedule")
+        raise UsageError(f"{name} of group {number} must be at least 0 and below 1, got {group[name]}", "correct it, or its schedule")
     for name in ("weight_decay", "eps"):
         if not 0 <= getattr(options, name) < math.inf:
-            raise UsageError(f"{name} of group {number} must be at least 0, got {group[name]}; correct it, or its schedule")
+            raise UsageError(f"{name} of group {number} must be at least 0, got {group[name]}", "correct it, or its schedule")
     return options
 
 
@@ -113,7 +113,9 @@ def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, para
     ]
     seen = {group.parameters[0].name for group in groups}
     if missing := sorted(name for name, parameter in parameters.items() if parameter.trainable and name not in seen):
-        raise UsageError(f"the optimizer lacks {missing[0]}, which is learnt; give it all parameters, or freeze that one with requires_grad_(False)")
+        raise UsageError(
+            f"the optimizer lacks {missing[0]}, which is learnt", "give it all parameters, or freeze that one with requires_grad_(False)"
+        )
     first = options_of(0, optimizer.param_groups[0])
     if isinstance(optimizer, torch.optim.SGD):
         return SGD(groups, first.lr, momentum=max(options.first for options in _all_options(optimizer)), max_norm=max_norm)
@@ -134,7 +136,7 @@ def _names_in_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) 
     """
     by_id = {id(parameter): name for name, parameter in module.named_parameters()}
     if any(id(parameter) not in by_id for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError("the optimizer has a parameter that the module lacks; make it with module.parameters()")
+        raise UsageError("the optimizer has a parameter that the module lacks", "make it with module.parameters()")
     return [[by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -171,22 +173,24 @@ class SessionOptimizer:
         """
         state = self.options.state
         if not isinstance(state, _StateElsewhere):
-            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}; {_STATE_REMEDY}")
+            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}", f"{_STATE_REMEDY}")
         _check_hooks(self.options)
         members = self._members_now()
         if members != self._members:
             before, now = ([len(each) for each in groups] for groups in (self._members, members))
             raise UsageError(
-                f"the optimizer must keep its parameters, each in its group, while a session is open; it had {before} parameters in the groups, "
-                f"got {'others' if now == before else now}; put them back, or make a new session"
+                "the optimizer must keep its parameters, each in its group, while a session is open",
+                f"it had {before} parameters in the groups, got {'others' if now == before else now}; put them back, or make a new session",
             )
         for name, value in self._terms_now().items():
             first = self._terms.get(name)
             if name not in self._terms:
                 name = name.removeprefix("requires_grad of ")
-                raise UsageError(f"{name} is a parameter that the module did not have when its session was made; make a new session")
+                raise UsageError(f"{name} is a parameter that the module did not have when its session was made", "make a new session")
             if first != value:
-                raise UsageError(f"{name} must stay {first} while the session is open, got {value}; make a new session, and resume what save() wrote")
+                raise UsageError(
+                    f"{name} must stay {first} while the session is open, got {value}", "make a new session, and resume what save() wrote"
+                )
 
     def prepare_step(self, number: int, updated: Collection[str]) -> None:
         """Write the numbers of a step, before its replay.
@@ -253,9 +257,9 @@ class SessionOptimizer:
         own, skipped = self.options.param_groups, state.get("skipped", {})
         groups = state.get("groups", [{"lr": state["lr"]}] * len(own))
         if "groups" in state and [set(saved) for saved in groups] != [{name for name in _OPTIONS if name in group} for group in own]:
-            raise DataError(f"{source} has {len(groups)} parameter groups, which differ from the optimizer's {len(own)}; make it as it was then")
+            raise DataError(f"{source} has {len(groups)} parameter groups, which differ from the optimizer's {len(own)}", "make it as it was then")
         if not skipped.keys() <= self._skipped.keys() or not all(0 <= count <= state["step"] for count in skipped.values()):
-            raise DataError(f"{source} counts steps of other parameters than the optimizer has; make module and optimizer as they were then")
+            raise DataError(f"{source} counts steps of other parameters than the optimizer has", "make module and optimizer as they were then")
         for group, saved in zip(own, groups, strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
         self._skipped = {**dict.fromkeys(self._skipped, 0), **skipped}
@@ -284,7 +288,7 @@ class _StateElsewhere(defaultdict[Any, Any]):
     """`state` of an optimizer while a session holds the state: reading or changing it raises an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError(f"optimizer.state cannot be read or changed while a session is open, because the session has the state; {_STATE_REMEDY}")
+        raise UsageError("optimizer.state cannot be read or changed while a session is open, because the session has the state", f"{_STATE_REMEDY}")
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __or__ = __ior__ = _refuse
     get = keys = values = items = clear = pop = popitem = setdefault = update = copy = _refuse
@@ -295,7 +299,7 @@ def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Refuse reading or changing the state of an optimizer in the block; afterwards it can be used again, without state."""
 
     def refuse(name: str) -> NoReturn:
-        raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state; {_STATE_REMEDY}")
+        raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state", f"{_STATE_REMEDY}")
 
     hooks = [
         optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")),
@@ -320,4 +324,6 @@ def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
     of_all = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     count = sum(len(getattr(optimizer, name, ())) for name in tables) + sum(len(getattr(torch_hooks, name, ())) for name in of_all)
     if count:
-        raise UsageError(f"the optimizer must have no step hooks, which a session does not call, got {count}; remove them, and do that after step()")
+        raise UsageError(
+            f"the optimizer must have no step hooks, which a session does not call, got {count}", "remove them, and do that after step()"
+        )

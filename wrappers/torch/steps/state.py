@@ -228,7 +228,7 @@ def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
         UsageError: the tensor has no values, or is not in CPU memory.
     """
     if value.device.type != "cpu":
-        raise UsageError(f"tensors must be in CPU memory, got one on {value.device}; move it with .cpu()")
+        raise UsageError(f"tensors must be in CPU memory, got one on {value.device}", "move it with .cpu()")
     value = value.detach().resolve_conj().resolve_neg().contiguous()
     value = torch.view_as_real(value) if value.is_complex() else value.reshape(shape_of(value))
     if value.dtype == torch.bfloat16:

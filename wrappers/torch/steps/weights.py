@@ -89,20 +89,20 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
             )
             command = python_command(f"from transformers import {type(module).__name__} as M; {load}.{save}")
             raise DataError(
-                f"{directory} stores {name} in another layout than the module has ({converted[0]} is a part of such a tensor); write it anew: "
-                f"{command}"
+                f"{directory} stores {name} in another layout than the module has ({converted[0]} is a part of such a tensor)",
+                f"write it anew: {command}",
             )
         if stored is None and name in (getattr(module, "_keys_to_ignore_on_save", None) or ()):
             raise DataError(
-                f"{directory} has no tensor {name}, which {type(module).__name__} computes when it is made with memory; make it with from_pretrained "
-                "in a program, and give it to a session without weights="
+                f"{directory} has no tensor {name}, which {type(module).__name__} computes when it is made with memory",
+                "make it with from_pretrained in a program, and give it to a session without weights=",
             )
         if stored is None:
-            raise DataError(f"{directory} has no tensor {name} of shape {tensor.shape}, which the module needs; use the weights of this module")
+            raise DataError(f"{directory} has no tensor {name} of shape {tensor.shape}, which the module needs", "use the weights of this module")
         where = ranges[stored]
         if where.shape == ():
             where = replace(where, shape=(1,), strides=(where.dtype.itemsize,))
         if where.shape != tensor.shape:
-            raise DataError(f"{stored} in {directory} has shape {where.shape}, the module needs {tensor.shape}; use the weights of this module")
+            raise DataError(f"{stored} in {directory} has shape {where.shape}, the module needs {tensor.shape}", "use the weights of this module")
         attached[name] = stored, where
     attach_weights(tensors, attached)

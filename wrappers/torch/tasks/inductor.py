@@ -63,8 +63,8 @@ def check_compiler() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise UsageError(
-            "compiled=True needs a C++ compiler, and none was found; install g++ or clang++, name one by the environment variable CXX, or leave out "
-            "compiled=True"
+            "compiled=True needs a C++ compiler, and none was found",
+            "install g++ or clang++, name one by the environment variable CXX, or leave out compiled=True",
         ) from None
 
 
@@ -101,7 +101,7 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise UsageError(
-            f"{name} cannot be compiled ({type(error).__name__}: {reason[0] if reason else ''}); leave out compiled=True, or fix the compiler"
+            f"{name} cannot be compiled ({type(error).__name__}: {reason[0] if reason else ''})", "leave out compiled=True, or fix the compiler"
         ) from error
     return Compiled(compiled, _buffers_of(compiled.source_code))
 

@@ -52,8 +52,8 @@ def into_of(call: Call) -> Into | None:
         rule = RANDOM[call.func].cpu if call.func in RANDOM else None
         if rule is None and not any(argument.name == "generator" for argument in call.func._schema.arguments):
             raise UsageError(
-                f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the "
-                "model"
+                f"{call.func} cannot be given a seed of its own",
+                "use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the model",
             )
         return rule
     if isinstance(call.func, Chain):

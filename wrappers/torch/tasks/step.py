@@ -41,7 +41,7 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
     """
     if dtype not in DTYPES:
         raise UsageError(
-            f"{name} is of type {dtype}, and tensors of a session must be real numbers of at most 64 bits; convert it, or compute it inside"
+            f"{name} is of type {dtype}, and tensors of a session must be real numbers of at most 64 bits", "convert it, or compute it inside"
         )
     return DTYPES[dtype]
 

@@ -94,7 +94,7 @@ class Threads(WhileOpen):
     def _join(self) -> None:
         if torch.get_num_threads() != self.count:
             raise UsageError(
-                f"sessions that are open at once must have equal threads=, got {self.count} and {torch.get_num_threads()}; close the other first"
+                f"sessions that are open at once must have equal threads=, got {self.count} and {torch.get_num_threads()}", "close the other first"
             )
 
     @classmethod

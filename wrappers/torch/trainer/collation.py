@@ -40,7 +40,9 @@ def load_tokenizer(directory: str) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its type depends on the damage
-        raise DataError(f"transformers cannot read the tokenizer in {directory}: {error}; copy its files from the model's directory again") from None
+        raise DataError(
+            f"transformers cannot read the tokenizer in {directory}: {error}", "copy its files from the model's directory again"
+        ) from None
     if tokenizer.mask_token is not None and tokenizer.mask_token_id >= known.vocab_size:  # transformers has added it
         tokenizer.mask_token = None
     return tokenizer
@@ -74,14 +76,14 @@ class Collator:
             return
         if getattr(self._tokenizer, "mask_token", None) is None:
             raise UsageError(
-                "a masked language model needs a mask token, and the tokenizer of the data has none; "
-                "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json next to its tokenizer.json"
+                "a masked language model needs a mask token, and the tokenizer of the data has none",
+                "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json next to its tokenizer.json",
             )
         num_ids, most = len(self._tokenizer), int(self._module.config.get_text_config().vocab_size)
         if num_ids > most:  # random ids replace some tokens
             raise UsageError(
-                f"the tokenizer has {num_ids} ids with the special tokens that transformers adds to it, and the model's vocabulary {most}; "
-                "use the tokenizer that belongs to the model"
+                f"the tokenizer has {num_ids} ids with the special tokens that transformers adds to it, and the model's vocabulary {most}",
+                "use the tokenizer that belongs to the model",
             )
 
     def training(self, tokens: Tokens, step: int, number: int) -> dict[str, Any]:
@@ -135,8 +137,8 @@ class Collator:
                 break
         else:
             raise DataError(
-                f"a minibatch of {len(shown)} x {shown.shape[1]} tokens has none to mask: all are special tokens of the tokenizer; raise --seq-len, "
-                "or use other texts"
+                f"a minibatch of {len(shown)} x {shown.shape[1]} tokens has none to mask: all are special tokens of the tokenizer",
+                "raise --seq-len, or use other texts",
             )
         if counts is None:
             return masked

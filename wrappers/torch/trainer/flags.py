@@ -59,10 +59,10 @@ def checked_settings(settings: TrainSettings, stated: Mapping[str, Any], config:
         if stated.get("sample-tokens") or stated.get("prompt"):
             flag = "sample-tokens" if stated.get("sample-tokens") else "prompt"
             what = f"the text of a model that predicts the next token, which this {config.model_type} is not"
-            raise UsageError(f"is for {what}; drop it", flag=f"--{flag}", value=stated[flag])
+            raise UsageError(f"is for {what}", "drop it", flag=f"--{flag}", value=stated[flag])
         run = replace(run, sample_tokens=0)
     if model.seq_len is None and config.longest is None:
         model = replace(model, seq_len=USUAL_LENGTH)
     if model.seq_len == 1 and config.kind != "masked":
-        raise UsageError(f"--seq-len must be at least 2 for a {config.model_type}, which predicts tokens from those before, got 1; for example 128")
+        raise UsageError(f"--seq-len must be at least 2 for a {config.model_type}, which predicts tokens from those before, got 1", "for example 128")
     return replace(settings, run=run, model=model)

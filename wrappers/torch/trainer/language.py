@@ -105,7 +105,7 @@ class LanguageModelConfig:
             UsageError: the family does not support that.
         """
         if not self.module.supports_gradient_checkpointing:
-            raise UsageError(f"--recompute block is not implemented by transformers for {self.model_type}; drop it, or add --disk DIR")
+            raise UsageError(f"--recompute block is not implemented by transformers for {self.model_type}", "drop it, or add --disk DIR")
         self.module.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), recomputing())})
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def language_config(values: Mapping[str, Any], source: str, dropout: float | Non
     model_type = values["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise UsageError(
-            f"model_type in {source} is {json.dumps(model_type)}, which neither nntask nor transformers {transformers.__version__} knows; "
-            "use a newer transformers, or train its module in a program with wrappers.torch.Session"
+            f"model_type in {source} is {json.dumps(model_type)}, which neither nntask nor transformers {transformers.__version__} knows",
+            "use a newer transformers, or train its module in a program with wrappers.torch.Session",
         )
     try:
         inner = CONFIG_MAPPING[model_type].from_dict({name: value for name, value in values.items() if name != "auto_map"})  # no foreign code
@@ -148,7 +148,7 @@ def language_config(values: Mapping[str, Any], source: str, dropout: float | Non
 
 def _refused(error: Exception, model_type: str, source: str) -> UsageError:
     """Return an error with transformers' complaint about a config, in one sentence."""
-    return UsageError(f"{source} is no config of a {model_type}: {' '.join(str(error).split())}; copy it again")
+    return UsageError(f"{source} is no config of a {model_type}: {' '.join(str(error).split())}", "copy it again")
 
 
 def _kind_of(inner: Any, source: str) -> Kind:
@@ -169,7 +169,8 @@ def _kind_of(inner: Any, source: str) -> Kind:
         what = f"{model_type}{f' ({named[0]})' if named else ''}"
         raise UsageError(
             f"model_type in {source} is {what}, and models that nntask trains through PyTorch are causal, masked or sequence-to-sequence language "
-            "models of transformers; train it in a program with wrappers.torch.Session, or wrappers.torch.Trainer"
+            "models of transformers",
+            "train it in a program with wrappers.torch.Session, or wrappers.torch.Trainer",
         )
     return matching[0]
 
@@ -183,6 +184,6 @@ def _set_dropout(inner: Any, dropout: float) -> None:
     text = inner.get_text_config()
     names = [name for name, value in text.to_dict().items() if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)]
     if not names:
-        raise UsageError(f"is for dropouts of the config, and that of this {inner.model_type} has none; drop it", flag="--dropout", value=dropout)
+        raise UsageError(f"is for dropouts of the config, and that of this {inner.model_type} has none", "drop it", flag="--dropout", value=dropout)
     for name in names:
         setattr(text, name, dropout)

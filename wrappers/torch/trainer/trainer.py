@@ -227,8 +227,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / STATE).exists():
             raise UsageError(
-                f"{resume_from_checkpoint} holds no session, only what another trainer or save_only_model has written; begin anew with its weights: "
-                "model=AutoModel...from_pretrained(it)"
+                f"{resume_from_checkpoint} holds no session, only what another trainer or save_only_model has written",
+                "begin anew with its weights: model=AutoModel...from_pretrained(it)",
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -284,7 +284,7 @@ def _write_json(file: Path, content: Mapping[str, Any], what: str) -> None:
     try:
         file.write_text(json.dumps(content))
     except TypeError as error:
-        raise UsageError(f"{what} cannot be saved as JSON: {error}; use another one, or save_strategy='no'") from None
+        raise UsageError(f"{what} cannot be saved as JSON: {error}", "use another one, or save_strategy='no'") from None
 
 
 def _random_states() -> dict[str, Any]:

@@ -80,14 +80,14 @@ def check_arguments(args: Any, *, named_optimizer: bool) -> None:
     for name, advice in ADVICE.items():
         value = getattr(args, name, None)
         if value is not None and value is not False and value not in ("", [], {}):
-            raise UsageError(f"{name} of the training arguments must be off, got {value!r}; {advice}")
+            raise UsageError(f"{name} of the training arguments must be off, got {value!r}", f"{advice}")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if named_optimizer and optimizer not in OPTIMIZERS:
-        raise UsageError(f"optim of the training arguments must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}; use one of them")
+        raise UsageError(f"optim of the training arguments must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", "use one of them")
     if args.world_size > 1:
-        raise UsageError(f"a trainer is one process, got {args.world_size} of them; start the script without a launcher")
+        raise UsageError(f"a trainer is one process, got {args.world_size} of them", "start the script without a launcher")
     if args.device.type != "cpu":
-        raise UsageError(f"the device of the training arguments must be the CPU, got {args.device}; give use_cpu=True to the training arguments")
+        raise UsageError(f"the device of the training arguments must be the CPU, got {args.device}", "give use_cpu=True to the training arguments")
 
 
 def check_trainer(trainer: Any, base: type[Any]) -> None:
@@ -102,12 +102,12 @@ def check_trainer(trainer: Any, base: type[Any]) -> None:
     """
     for name in ("training_step", "_inner_training_loop", "_run_epoch"):
         if getattr(type(trainer), name) is not getattr(base, name):
-            raise UsageError(f"{type(trainer).__name__} overrides {name}, and steps are the session's; override compute_loss, or use callbacks")
+            raise UsageError(f"{type(trainer).__name__} overrides {name}, and steps are the session's", "override compute_loss, or use callbacks")
     if trainer.accelerator.mixed_precision != "no":
         precision = trainer.accelerator.mixed_precision
-        raise UsageError(f"mixed_precision of accelerate must be no, got {precision}; set it to no, or give the model in that type")
+        raise UsageError(f"mixed_precision of accelerate must be no, got {precision}", "set it to no, or give the model in that type")
     if trainer.lr_scheduler is not None and trainer.optimizer is None:
-        raise UsageError("a learning rate schedule without its optimizer changes nothing; give both in optimizers=")
+        raise UsageError("a learning rate schedule without its optimizer changes nothing", "give both in optimizers=")
     optimizer = trainer.optimizer
     try:
         if trainer.model_init is None:
