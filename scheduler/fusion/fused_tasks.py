@@ -1,8 +1,8 @@
 """Fused tasks: several tasks of a recorded step that the scheduler runs as one task.
 
-Data that is created and last used inside a fused task becomes one piece of scratch memory. To the rest of the scheduler a fused task is a task like
-any other. The cost: its inner data is allocated for its whole duration, and its members cannot be traced one by one. `task_fusion` and `group_fusion`
-decide which tasks are fused.
+Data that is created and last used inside a fused task becomes scratch memory of it (`Placement`). To the rest of the scheduler a fused task is a task
+like any other. The cost: its inner data is allocated for its whole duration, and its members cannot be traced one by one. `task_fusion` and
+`group_fusion` decide which tasks are fused.
 
 On a GPU, the second run of a fused task on the same addresses captures its kernels as a CUDA graph; later runs launch the graph.
 """
@@ -13,6 +13,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from operator import mul
 from typing import Any, Final, NamedTuple
 
@@ -59,6 +60,21 @@ class HeldData(NamedTuple):
     argument: int
     offset: int
 
+
+class Placement(NamedTuple):
+    """Inner data in the scratch memory of a fused task.
+
+    Attributes:
+        places: for each piece of data, the index of the scratch memory that contains it and its offset there in bytes.
+        sizes: bytes of each scratch memory.
+    """
+
+    places: list[tuple[int, int]]
+    sizes: list[int]
+
+
+Place = Callable[[Sequence[tuple[int, int, int]]], Placement]
+"""Places inner data, given (size in bytes, first use, last use) of each piece, such that pieces with intersecting live ranges do not overlap."""
 
 Make = Callable[[int, "ScratchView", DataClass], HandleRecord]
 """Creates the record of a handle that the step owns, from its size in bytes, its view and its data class."""
@@ -191,6 +207,7 @@ def join(
     owned: dict[HandleRecord, bool],
     bundles: Mapping[HandleRecord, tuple[HandleRecord, int]] | None = None,
     clones: Set[int] = frozenset(),
+    place: Place | None = None,
 ) -> RecordedTask:
     """Fuse tasks of a step.
 
@@ -202,6 +219,7 @@ def join(
         owned: `StepPlan.owned` of the new step, to which the scratch memory is added.
         bundles: for each handle whose data is part of another one's, that other handle and the offset in it in bytes.
         clones: positions of the tasks that only recompute results of another fused task.
+        place: places the inner data in scratch memory; `packed` if None.
 
     Returns:
         The fused task.
@@ -221,11 +239,11 @@ def join(
             else:
                 modes[handle] = merged(modes.get(handle), mode)
     if inner:
-        offsets, nbytes = packed([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
-        scratch = make(nbytes, ScratchView(), "scratch")
-        owned[scratch] = False
-        modes[scratch] = SCRATCH
-        held.update((handle, (scratch, offset)) for handle, offset in zip(inner, offsets, strict=True))
+        places, sizes = (place or packed)([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
+        scratch = [make(nbytes, ScratchView(), "scratch") for nbytes in sizes]
+        owned.update(dict.fromkeys(scratch, False))
+        modes.update(dict.fromkeys(scratch, SCRATCH))
+        held.update((handle, (scratch[number], offset)) for handle, (number, offset) in zip(inner, places, strict=True))
     arguments = {handle: number for number, handle in enumerate((*modes, *held))}
     sections = [HeldData(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
@@ -266,16 +284,9 @@ def _member(task: RecordedTask, arguments: Mapping[HandleRecord, int]) -> Member
     return Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants)
 
 
-def packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Assign offsets to pieces of memory such that pieces with intersecting live ranges do not overlap: first fit, in the order of first use.
-
-    Args:
-        spans: (size in bytes, first use, last use) of each piece.
-
-    Returns:
-        The offset of each piece, and the size of the whole memory in bytes.
-    """
-    offsets = [0] * len(spans)
+def packed(spans: Sequence[tuple[int, int, int]]) -> Placement:
+    """Place inner data in one scratch memory (`Place`): first fit, in the order of first use. It needs the fewest bytes."""
+    places = [(0, 0)] * len(spans)
     alive: list[tuple[int, int, int]] = []  # (offset, end, last use), sorted
     most = 0
     for number in sorted(range(len(spans)), key=lambda number: spans[number][1]):
@@ -287,6 +298,27 @@ def packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
                 break
             offset = stop
         insort(alive, (offset, offset + size, last))
-        offsets[number] = offset
+        places[number] = (0, offset)
         most = max(most, offset + size)
-    return offsets, most
+    return Placement(places, [most])
+
+
+def by_size(spans: Sequence[tuple[int, int, int]]) -> Placement:
+    """Place inner data in several scratch memories (`Place`), each for data of one size. They fit the holes that such data has left elsewhere."""
+    places = [(0, 0)] * len(spans)
+    sizes: list[int] = []
+    idle: dict[int, list[int]] = {}  # scratch memories without live data, by size
+    busy: list[tuple[int, int]] = []  # heap of (last use, scratch memory)
+    for number in sorted(range(len(spans)), key=lambda number: spans[number][1]):
+        size, begin, last = spans[number]
+        while busy and busy[0][0] < begin:
+            _, ended = heappop(busy)
+            idle.setdefault(sizes[ended], []).append(ended)
+        if idle.get(size):
+            scratch = idle[size].pop()
+        else:
+            scratch = len(sizes)
+            sizes.append(size)
+        heappush(busy, (last, scratch))
+        places[number] = (scratch, 0)
+    return Placement(places, sizes)

@@ -1,9 +1,9 @@
 """Fusion of GPU tasks that are neighbours in the planned order of a recorded step, so that one call launches their kernels.
 
-The scheduler spends about as long on a task as a GPU spends in a small kernel, and each kernel launch from Python costs more. Tasks are fused only if
-the step fits the memory of its devices, so that nothing is copied between them. Each fused task may use a fraction of that memory, the largest of
-`SHARES` with which the step still fits. Tasks that update data of the program are never fused with tasks before them, so that a kernel that fails in
-a forward or backward pass loses none of that data.
+The scheduler spends about as long on a task as a GPU spends in a small kernel, and each kernel launch from Python costs more. Each fused task may use
+a fraction of the memory of a device. If the step fits that memory, it is the largest of `SHARES` with which the step still fits. If tiles move, it
+is `MOVING_SHARE`, so that the data of the next tasks arrives while one runs. Tasks that update data of the program are never fused with tasks before
+them, so that a kernel that fails in a forward or backward pass loses none of that data.
 
 Fused neighbours of one codelet that are independent of each other are launched together (`Codelet.cuda_many`).
 """
@@ -22,18 +22,20 @@ from ..core.step_plan import RecordedTask, StepPlan
 from ..planning.device_share import largest_device_bytes
 from ..planning.ordered_step import last_tier_bytes
 from ..planning.planned_order import PlannedOrder
-from .fused_tasks import Make, ScratchView, join, merged
+from .fused_tasks import Make, Place, ScratchView, by_size, join, merged, packed
 
 LOOK_BACK: Final = 8
 """Largest number of launches between two tasks that are launched together, because the data of both is then allocated at the same time."""
 SHARES: Final = (1, 2, 4, 8)
 """Divisors of a device's memory that bound the data of a fused task; the first with which the step fits is used."""
+MOVING_SHARE: Final = 8
+"""The divisor if tiles move."""
 _SPARE: Final = 6
 """Memory of a device over the bytes that must stay free, because early write-backs keep that much clean or free."""
 
 
 def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, make: Make) -> PlannedOrder:
-    """Fuse the tasks of a step, if it fits its devices together with the inner data of fused tasks.
+    """Fuse the tasks of a step, if the last tier holds the data of fused tasks.
 
     Args:
         planned: the step in its planned order.
@@ -44,9 +46,11 @@ def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, ma
     Returns:
         `planned` with the fused step, or `planned` itself.
     """
-    if planned.forecasts:
-        return planned
     plan, budget, num_devices = planned.plan, min(budgets), len(budgets)
+    if planned.forecasts:
+        fused = fuse(plan, budget // MOVING_SHARE, make, moves=True)
+        last_bytes = last_tier_bytes(fused, computes=False)
+        return replace(planned, plan=fused, last_bytes=last_bytes) if last_bytes <= last else planned
     # two fused tasks may be ready, hence hold inner data, at the same time: those of two minibatches, or of two replays that update nothing
     num_sets = 2 if plan.partitions or not any(_updates(plan)) else 1
     for share in SHARES:
@@ -58,20 +62,22 @@ def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, ma
     return planned
 
 
-def fuse(plan: StepPlan, limit: int, make: Make) -> StepPlan:
+def fuse(plan: StepPlan, limit: int, make: Make, *, moves: bool = False) -> StepPlan:
     """Return the same step with neighbouring tasks fused.
 
     Args:
         plan: the step in its planned order.
         limit: largest number of bytes of all data of a fused task.
         make: creates the records of pieces of memory for data of several handles.
+        moves: whether tiles move: then handles stay single, and scratch memory has the sizes of tiles, so that holes suffice.
     """
     updates, ends = _updates(plan), [0]
     while ends[-1] < len(plan.tasks):
         ends.append(_end_of(plan, ends[-1], limit, updates))
-    bundles = _bundles(plan, ends, make)
+    bundles = {} if moves else _bundles(plan, ends, make)
+    place = by_size if moves else packed
     owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
-    tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned) for first, end in pairwise(ends)]
+    tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned, place) for first, end in pairwise(ends)]
     devices = [plan.partitions[first] for first in ends[:-1]] if plan.partitions else ()
     return StepPlan(tasks, owned, window=plan.window, partitions=devices, idle=plan.idle)
 
@@ -191,6 +197,7 @@ def _join(
     bundles: Mapping[HandleRecord, tuple[HandleRecord, int]],
     make: Make,
     owned: dict[HandleRecord, bool],
+    place: Place,
 ) -> RecordedTask:
     """Fuse tasks [first, end), and add the scratch memory of the fused task to `owned`."""
     inside = set[HandleRecord]()
@@ -198,4 +205,4 @@ def _join(
         uses = plan.uses[handle].positions
         if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
             inside.add(handle)
-    return join(plan, _launches(plan.tasks, first, end), inside, make, owned, bundles)
+    return join(plan, _launches(plan.tasks, first, end), inside, make, owned, bundles, place=place)

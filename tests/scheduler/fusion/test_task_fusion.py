@@ -1,4 +1,4 @@
-"""Fused tasks of a recorded step: the same results, fewer tasks, graphs on addresses seen before; single tasks where memory is short."""
+"""Fused tasks of a recorded step: the same results, fewer tasks, graphs on addresses seen before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.late_gpu import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, both, gpus, value
 
 from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
@@ -21,7 +23,7 @@ from scheduler.core.step_plan import StepPlan
 from scheduler.drivers import cuda
 from scheduler.drivers.gpu import NUM_STARTED, Flow
 from scheduler.execution.trace import Trace
-from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, packed
+from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, by_size, packed
 from scheduler.fusion.task_fusion import fuse, fuse_if_it_fits
 from scheduler.planning.device_share import largest_device_bytes
 from scheduler.planning.planned_order import PlannedOrder
@@ -127,13 +129,47 @@ def test_groups_are_asked_for() -> None:
     assert tasks_of(watched, groups=True) == 40
 
 
-@pytest.mark.parametrize("options", [{"graphs": False}, {"gpu_memory": 9 * PAGE}])
-def test_single_tasks_stay(options: dict[str, Any]) -> None:
-    """Where they are asked for, and where memory is short."""
+def test_single_tasks_stay() -> None:
+    """They stay if the program asks for them."""
     (gpu,) = gpus(1, 0)
-    runtime = Runtime(0, gpus=[gpu], **{"gpu_memory": 256 * PAGE, "ram": 512 * PAGE, **options})
-    assert results(runtime, 1) == eager(1)
+    assert results(Runtime(0, gpus=[gpu], gpu_memory=256 * PAGE, ram=512 * PAGE, graphs=False), 1) == eager(1)
     assert gpu.num_graphs == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("num_gpus", "can_capture"), [(1, True), (1, False), (2, True)])
+def test_tasks_are_fused_if_tiles_move(seed: int, num_gpus: int, can_capture: bool) -> None:
+    """A step over more data than the memory holds has the results of single tasks, in fewer tasks, within the budget."""
+
+    def run(runtime: Any) -> list[float]:
+        chance = random.Random(seed)
+        with runtime:
+            kept = [runtime.handle(PAGE, Numbers(), name=f"kept {number}", kind="persistent") for number in range(60)]
+            for number, handle in enumerate(kept):
+                runtime.submit(FILL, [(handle, W)], {"value": float(number)})
+            with runtime.record() as step:
+                for first in range(0, 60, 2):
+                    near = kept[first : first + 2]
+                    through = runtime.handle(PAGE, Numbers(), name="through")
+                    runtime.submit(FILL, [(through, W)], {"value": float(first)})
+                    for salt in range(chance.randrange(1, 9)):
+                        out, source = chance.sample([through, *near], 2)
+                        runtime.submit(MIX, [(out, "RW"), (source, R)], {"salt": salt})
+            for _ in range(4):
+                step.replay()
+            return [value(runtime, handle) for handle in kept]
+
+    devices = gpus(num_gpus, seed)
+    for gpu in devices:
+        gpu.can_capture = can_capture
+    memory = 32 // num_gpus * PAGE
+    single = Runtime(0, gpus=gpus(num_gpus, seed), gpu_memory=memory, ram=512 * PAGE, graphs=False)
+    fused = Runtime(0, gpus=devices, gpu_memory=memory, ram=512 * PAGE)
+    assert run(fused) == run(single)
+    stats = fused.stats()
+    assert stats["tasks"] < 0.8 * single.stats()["tasks"]
+    assert stats["evictions"] > 0
+    assert max(stats["peak_bytes"][f"cuda:{number}"] for number in range(num_gpus)) <= memory
 
 
 def test_who_watches_sees_single_tasks() -> None:
@@ -544,6 +580,17 @@ def test_graphs_of_few_sets_of_addresses_are_kept() -> None:
 def test_inner_data_shares_offsets() -> None:
     """Pieces that do not exist at once may lie over each other; those that do, never."""
     spans = [(4, 0, 1), (2, 0, 5), (4, 2, 3), (1, 3, 4), (2, 4, 6)]
-    offsets, nbytes = packed(spans)
-    assert offsets == [0, 4, 0, 6, 0]
-    assert nbytes == 7
+    assert packed(spans) == ([(0, 0), (0, 4), (0, 0), (0, 6), (0, 0)], [7])
+    assert by_size(spans) == ([(0, 0), (1, 0), (0, 0), (2, 0), (3, 0)], [4, 2, 1, 2])
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=12))
+def test_live_data_never_overlaps(pieces: list[tuple[int, int, int]]) -> None:
+    """Both placements separate data whose live ranges intersect."""
+    spans = [(size, first, first + length) for size, first, length in pieces]
+    for places, sizes in (packed(spans), by_size(spans)):
+        for (size, first, last), (number, offset) in zip(spans, places, strict=True):
+            assert offset + size <= sizes[number]
+            for (other, begin, end), place in zip(spans, places, strict=True):
+                if place[0] == number and (other, begin, end) != (size, first, last) and first <= end and begin <= last:
+                    assert offset + size <= place[1] or place[1] + other <= offset
