@@ -192,7 +192,7 @@ class MachineSettings:
     split_gpu: int = 1
     """number of devices that each GPU is divided into, with memory, kernels and copies of their own"""
     graphs: bool = True
-    """run a step that fits the GPU's memory as CUDA graphs; --no-graphs launches every kernel on its own"""
+    """fuse tasks on GPUs, into CUDA graphs if the step fits; --no-graphs launches every kernel on its own"""
     sim_gpu: int = 0
     """number of simulated GPUs, which compute on the CPU with memories of their own; N@RATE, e.g. 2@8GB/s, limits the speed of their links"""
     gpu_memory: str = ""

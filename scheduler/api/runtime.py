@@ -60,7 +60,7 @@ class Runtime(RecordingRuntime):
         prefetch: whether data moves ahead of the tasks that need it.
         lanes: L, the number of partial accumulators of REDUX accesses.
         trace: records the start and end of tasks and copies; None for no tracing.
-        graphs: whether neighbouring GPU tasks are fused in a recorded step that fits its devices (`fusion.task_fusion`).
+        graphs: whether neighbouring GPU tasks of a recorded step are fused (`fusion.task_fusion`).
         kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
         aside: whether CPU workers run only codelets that devices may not (`Codelet.cpu_only`); tasks of a step then do not run in host memory.
 
@@ -251,7 +251,7 @@ class Runtime(RecordingRuntime):
     def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
-        Tasks that are fused, as in a step that fits a GPU, begin only when the data of all of them may be used. So a program that waits for a result
+        Tasks that are fused, as on a GPU, begin only when the data of all of them may be used. So a program that waits for a result
         of a step while it holds data that the step writes gets `Deadlock`, even if no task of that result uses the data.
 
         Args:

@@ -20,7 +20,7 @@ def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str, cr
     Args:
         order, recompute, groups: the arguments of `Runtime.record`.
         create: function that creates records for scratch memory of fused tasks, and for data that several of them share.
-        graphs: whether neighbouring GPU tasks are fused if the step fits its devices.
+        graphs: whether neighbouring GPU tasks are fused.
 
     Raises:
         RecordingError: the step has no order of that name, or no results to recompute by such an operation.
