@@ -239,11 +239,10 @@ def join(
             else:
                 modes[handle] = merged(modes.get(handle), mode)
     if inner:
-        places, sizes = (place or packed)([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
-        scratch = [make(nbytes, ScratchView(), "scratch") for nbytes in sizes]
+        scratch, offsets = _in_scratch(inner, place or packed, make)
         owned.update(dict.fromkeys(scratch, False))
         modes.update(dict.fromkeys(scratch, SCRATCH))
-        held.update((handle, (scratch[number], offset)) for handle, (number, offset) in zip(inner, places, strict=True))
+        held.update(offsets)
     arguments = {handle: number for number, handle in enumerate((*modes, *held))}
     sections = [HeldData(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
@@ -251,6 +250,19 @@ def join(
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
     num_clones, clone_share = _recomputation(plan, sorted(numbers), clones)
     return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority, num_clones=num_clones, clone_share=clone_share)
+
+
+def _in_scratch(
+    inner: Mapping[HandleRecord, Sequence[int]], place: Place, make: Make
+) -> tuple[list[HandleRecord], dict[HandleRecord, tuple[HandleRecord, int]]]:
+    """Return new scratch memories for inner data, and for each handle of `inner` the one that contains it with the offset in bytes.
+
+    Args:
+        inner: for each handle, numbers of the launches that use it.
+    """
+    places, sizes = place([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
+    scratch = [make(nbytes, ScratchView(), "scratch") for nbytes in sizes]
+    return scratch, {handle: (scratch[number], offset) for handle, (number, offset) in zip(inner, places, strict=True)}
 
 
 def _recomputation(plan: StepPlan, positions: Sequence[int], clones: Set[int]) -> tuple[int, float]:
