@@ -1,6 +1,6 @@
 """Fused tasks: several tasks of a recorded step that the scheduler runs as one task.
 
-Data that is created and last used inside a fused task becomes scratch memory of it (`Placement`). To the rest of the scheduler a fused task is a task
+Data that is created and last used inside a fused task becomes its scratch memory (`ScratchLayout`). To the scheduler a fused task is a task
 like any other. The cost: its inner data is allocated for its whole duration, and its members cannot be traced one by one. `task_fusion` and
 `group_fusion` decide which tasks are fused.
 
@@ -61,20 +61,20 @@ class HeldData(NamedTuple):
     offset: int
 
 
-class Placement(NamedTuple):
+class ScratchLayout(NamedTuple):
     """Inner data in the scratch memory of a fused task.
 
     Attributes:
-        places: for each piece of data, the index of the scratch memory that contains it and its offset there in bytes.
+        positions: for each piece of data, the index of the scratch memory that contains it and its offset there in bytes.
         sizes: bytes of each scratch memory.
     """
 
-    places: list[tuple[int, int]]
+    positions: list[tuple[int, int]]
     sizes: list[int]
 
 
-Place = Callable[[Sequence[tuple[int, int, int]]], Placement]
-"""Places inner data, given (size in bytes, first use, last use) of each piece, such that pieces with intersecting live ranges do not overlap."""
+Arrange = Callable[[Sequence[tuple[int, int, int]]], ScratchLayout]
+"""Arranges inner data, given (size in bytes, first use, last use) of each piece, such that pieces with intersecting live ranges do not overlap."""
 
 Make = Callable[[int, "ScratchView", DataClass], HandleRecord]
 """Creates the record of a handle that the step owns, from its size in bytes, its view and its data class."""
@@ -207,9 +207,9 @@ def join(
     owned: dict[HandleRecord, bool],
     bundles: Mapping[HandleRecord, tuple[HandleRecord, int]] | None = None,
     clones: Set[int] = frozenset(),
-    place: Place | None = None,
+    arrange: Arrange | None = None,
 ) -> RecordedTask:
-    """Fuse tasks of a step.
+    """Fuse tasks of a step; return the fused task.
 
     Args:
         plan: the step.
@@ -219,10 +219,7 @@ def join(
         owned: `StepPlan.owned` of the new step, to which the scratch memory is added.
         bundles: for each handle whose data is part of another one's, that other handle and the offset in it in bytes.
         clones: positions of the tasks that only recompute results of another fused task.
-        place: places the inner data in scratch memory; `packed` if None.
-
-    Returns:
-        The fused task.
+        arrange: arranges the inner data in scratch memory; `packed` if None.
     """
     numbers = {position: number for number, start in enumerate(starts) for position in start}
     joined = [plan.tasks[position] for position in sorted(numbers)]
@@ -239,7 +236,7 @@ def join(
             else:
                 modes[handle] = merged(modes.get(handle), mode)
     if inner:
-        scratch, offsets = _in_scratch(inner, place or packed, make)
+        scratch, offsets = _in_scratch(inner, arrange or packed, make)
         owned.update(dict.fromkeys(scratch, False))
         modes.update(dict.fromkeys(scratch, SCRATCH))
         held.update(offsets)
@@ -253,16 +250,16 @@ def join(
 
 
 def _in_scratch(
-    inner: Mapping[HandleRecord, Sequence[int]], place: Place, make: Make
+    inner: Mapping[HandleRecord, Sequence[int]], arrange: Arrange, make: Make
 ) -> tuple[list[HandleRecord], dict[HandleRecord, tuple[HandleRecord, int]]]:
     """Return new scratch memories for inner data, and for each handle of `inner` the one that contains it with the offset in bytes.
 
     Args:
         inner: for each handle, numbers of the launches that use it.
     """
-    places, sizes = place([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
+    positions, sizes = arrange([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
     scratch = [make(nbytes, ScratchView(), "scratch") for nbytes in sizes]
-    return scratch, {handle: (scratch[number], offset) for handle, (number, offset) in zip(inner, places, strict=True)}
+    return scratch, {handle: (scratch[number], offset) for handle, (number, offset) in zip(inner, positions, strict=True)}
 
 
 def _recomputation(plan: StepPlan, positions: Sequence[int], clones: Set[int]) -> tuple[int, float]:
@@ -296,9 +293,9 @@ def _member(task: RecordedTask, arguments: Mapping[HandleRecord, int]) -> Member
     return Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants)
 
 
-def packed(spans: Sequence[tuple[int, int, int]]) -> Placement:
-    """Place inner data in one scratch memory (`Place`): first fit, in the order of first use. It needs the fewest bytes."""
-    places = [(0, 0)] * len(spans)
+def packed(spans: Sequence[tuple[int, int, int]]) -> ScratchLayout:
+    """Arrange inner data in one scratch memory (`Arrange`): first fit, in the order of first use. It needs the fewest bytes."""
+    positions = [(0, 0)] * len(spans)
     alive: list[tuple[int, int, int]] = []  # (offset, end, last use), sorted
     most = 0
     for number in sorted(range(len(spans)), key=lambda number: spans[number][1]):
@@ -310,14 +307,14 @@ def packed(spans: Sequence[tuple[int, int, int]]) -> Placement:
                 break
             offset = stop
         insort(alive, (offset, offset + size, last))
-        places[number] = (0, offset)
+        positions[number] = (0, offset)
         most = max(most, offset + size)
-    return Placement(places, [most])
+    return ScratchLayout(positions, [most])
 
 
-def by_size(spans: Sequence[tuple[int, int, int]]) -> Placement:
-    """Place inner data in several scratch memories (`Place`), each for data of one size. They fit the holes that such data has left elsewhere."""
-    places = [(0, 0)] * len(spans)
+def by_size(spans: Sequence[tuple[int, int, int]]) -> ScratchLayout:
+    """Arrange inner data in several scratch memories (`Arrange`), each for data of one size. They fit the holes that such data has left elsewhere."""
+    positions = [(0, 0)] * len(spans)
     sizes: list[int] = []
     idle: dict[int, list[int]] = {}  # scratch memories without live data, by size
     busy: list[tuple[int, int]] = []  # heap of (last use, scratch memory)
@@ -332,5 +329,5 @@ def by_size(spans: Sequence[tuple[int, int, int]]) -> Placement:
             scratch = len(sizes)
             sizes.append(size)
         heappush(busy, (last, scratch))
-        places[number] = (scratch, 0)
-    return Placement(places, sizes)
+        positions[number] = (scratch, 0)
+    return ScratchLayout(positions, sizes)

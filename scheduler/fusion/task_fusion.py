@@ -22,7 +22,7 @@ from ..core.step_plan import RecordedTask, StepPlan
 from ..planning.device_share import largest_device_bytes
 from ..planning.ordered_step import last_tier_bytes
 from ..planning.planned_order import PlannedOrder
-from .fused_tasks import Make, Place, ScratchView, by_size, join, merged, packed
+from .fused_tasks import Arrange, Make, ScratchView, by_size, join, merged, packed
 
 LOOK_BACK: Final = 8
 """Largest number of launches between two tasks that are launched together, because the data of both is then allocated at the same time."""
@@ -75,9 +75,9 @@ def fuse(plan: StepPlan, limit: int, make: Make, *, moves: bool = False) -> Step
     while ends[-1] < len(plan.tasks):
         ends.append(_end_of(plan, ends[-1], limit, updates))
     bundles = {} if moves else _bundles(plan, ends, make)
-    place = by_size if moves else packed
+    arrange = by_size if moves else packed
     owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
-    tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned, place) for first, end in pairwise(ends)]
+    tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned, arrange) for first, end in pairwise(ends)]
     devices = [plan.partitions[first] for first in ends[:-1]] if plan.partitions else ()
     return StepPlan(tasks, owned, window=plan.window, partitions=devices, idle=plan.idle)
 
@@ -197,7 +197,7 @@ def _join(
     bundles: Mapping[HandleRecord, tuple[HandleRecord, int]],
     make: Make,
     owned: dict[HandleRecord, bool],
-    place: Place,
+    arrange: Arrange,
 ) -> RecordedTask:
     """Fuse tasks [first, end), and add the scratch memory of the fused task to `owned`."""
     inside = set[HandleRecord]()
@@ -205,4 +205,4 @@ def _join(
         uses = plan.uses[handle].positions
         if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
             inside.add(handle)
-    return join(plan, _launches(plan.tasks, first, end), inside, make, owned, bundles, place=place)
+    return join(plan, _launches(plan.tasks, first, end), inside, make, owned, bundles, arrange=arrange)

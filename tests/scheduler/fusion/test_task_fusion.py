@@ -586,11 +586,11 @@ def test_inner_data_shares_offsets() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=12))
 def test_live_data_never_overlaps(pieces: list[tuple[int, int, int]]) -> None:
-    """Both placements separate data whose live ranges intersect."""
+    """Both layouts separate data whose live ranges intersect."""
     spans = [(size, first, first + length) for size, first, length in pieces]
-    for places, sizes in (packed(spans), by_size(spans)):
-        for (size, first, last), (number, offset) in zip(spans, places, strict=True):
+    for positions, sizes in (packed(spans), by_size(spans)):
+        for (size, first, last), (number, offset) in zip(spans, positions, strict=True):
             assert offset + size <= sizes[number]
-            for (other, begin, end), place in zip(spans, places, strict=True):
+            for (other, begin, end), place in zip(spans, positions, strict=True):
                 if place[0] == number and (other, begin, end) != (size, first, last) and first <= end and begin <= last:
                     assert offset + size <= place[1] or place[1] + other <= offset
