@@ -21,9 +21,9 @@ from .settings import (
     TilingSettings,
     TrainSettings,
     flag_of,
-    from_dict,
     typed,
 )
+from .stored_run import stored_settings
 from .tile_sizes import open_tiles, retiled
 from .validation import check_most, check_prompt, check_values, checked_length, step_range
 
@@ -58,7 +58,6 @@ __all__ = [
     "disk_of",
     "flag_of",
     "flags_from",
-    "from_dict",
     "has_size",
     "image_shape",
     "imaginary_machine",
@@ -75,6 +74,7 @@ __all__ = [
     "retiled",
     "sized",
     "step_range",
+    "stored_settings",
     "translated",
     "typed",
     "unknown_variables",

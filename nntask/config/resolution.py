@@ -8,23 +8,22 @@ and available memory come later (`training.preflight`, `planning.fit_advice`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ..adapters.lora import LoRA, largest_rank
 from ..architecture.family_config import ModelConfig
 from ..architecture.interface import LanguageConfig
-from ..checkpoints.store import STATE, Checkpoint, run_of
+from ..checkpoints.store import Checkpoint, run_of
 from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, with_budgets, with_cudnn
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
-from .frozen_weights import frozen_base_to_start_from
 from .init_from import InitialModel, brings_config, initial_model, model_path
 from .machine import devices_of
 from .objective import objective_of, with_objective
@@ -42,7 +41,8 @@ from .run_config import (
     TileChoice,
     with_kept_template,
 )
-from .settings import TrainSettings, differences, from_dict, known
+from .settings import TrainSettings, differences, known
+from .stored_run import frozen_base_to_start_from, stored_settings
 from .tile_sizes import TILE_FLAGS, in_tiles, table_tiling
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -86,10 +86,11 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
 
 def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> LanguageRun:
     """Return the run of a model without tiles; arguments and errors are those of `resolve`. Settings about tiles must be unset."""
-    with _differing_first(settings, resumed):
+    continued = None if resumed is None else _Continued.of(resumed)
+    with _differing_first(settings, continued):
         settings = with_tokenizer(filled(settings, config))
-    if resumed is not None and (differing := _differences(settings, resumed)):
-        raise _differs(resumed, differing)
+    if continued is not None:
+        continued.check_same(settings)
     if not objective_of(settings, config).is_plain:
         raise UsageError(
             "with conversations is for nntask's own models; write them as texts, or train such a model", flag="--dataset", value=settings.data.dataset
@@ -162,12 +163,14 @@ def sized(
         UsageError: a rule is broken, or the run differs from the one it continues, which is reported first.
         DataError: the file in --auto-tile is not a tile table.
     """
-    settings = _with_recorded_attention(settings, resumed)
-    with _differing_first(settings, resumed):
+    continued = None if resumed is None else _Continued.of(resumed)
+    if continued is not None:
+        settings = continued.with_attention(settings)
+    with _differing_first(settings, continued):
         asked = with_tokenizer(filled(settings, config))
         settings, tiling = in_tiles(asked, table_tiling(asked, config, device_class()), config)
-    if resumed is not None:
-        _check_same(settings, config, resumed)
+    if continued is not None:
+        continued.check_same(settings, config)
     return asked, settings, tiling
 
 
@@ -290,55 +293,64 @@ def default_run_dir(model: str) -> Path:
     return path
 
 
-def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint) -> None:
-    """Check that model, tiling, data and optimizer are those of the resumed run.
+@dataclass(frozen=True, slots=True)
+class _Continued:
+    """A checkpoint to continue from, and the settings of its run."""
 
-    Raises:
-        UsageError: they differ; the message names every difference.
-    """
-    was, now = resumed.config.to_dict(), config.to_dict()
-    differences = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
-    differences += _differences(settings, resumed)
-    if differences:
-        raise _differs(resumed, differences)
+    checkpoint: Checkpoint
+    settings: TrainSettings
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> _Continued:
+        """Read the settings of a checkpoint."""
+        settings = stored_settings(checkpoint)
+        if settings.data.objective is None:  # written when causal was the only objective
+            settings = replace(settings, data=replace(settings.data, objective="causal"))
+        return cls(checkpoint, settings)
+
+    def with_attention(self, settings: TrainSettings) -> TrainSettings:
+        """Inherit `attention` if it is still "auto", because the bits of results depend on it."""
+        model = settings.model
+        return replace(settings, model=replace(model, attention=self.settings.model.attention)) if model.attention == "auto" else settings
+
+    def check_same(self, settings: TrainSettings, config: ModelConfig | None = None) -> None:
+        """Check that model, tiling, data and optimizer are those of the checkpoint's run.
+
+        Args:
+            config: config of the model; None for a model without tiles.
+
+        Raises:
+            UsageError: they differ; the message names every difference.
+        """
+        differing = differences(self.settings, settings)
+        if config is not None:
+            was, now = self.checkpoint.config.to_dict(), config.to_dict()
+            differing = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value] + differing
+        if differing:
+            raise UsageError(
+                f"continues the same model, tiling, data and optimizer, but these differ: {', '.join(differing)}",
+                "drop those flags, or start a new run",
+                flag="--resume",
+                value=self.checkpoint.path,
+            )
 
 
 @contextmanager
-def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Iterator[None]:
-    """If a rule is broken inside, report first the differences between the settings and those of the resumed run.
+def _differing_first(settings: TrainSettings, continued: _Continued | None) -> Iterator[None]:
+    """If a rule is broken inside, report first the differences between the settings and those of the continued run.
 
     Raises:
         UsageError: settings differ; the message names every difference.
     """
     try:
         yield
-    except UsageError:
-        if resumed is not None and (differing := _differences(settings, resumed)):  # stored sizes may break rules only together with new ones
-            raise _differs(resumed, differing) from None
+    except UsageError as error:
+        if continued is not None:  # stored sizes may break rules only together with new ones
+            try:
+                continued.check_same(settings)
+            except UsageError as differing:
+                raise differing from error
         raise
-
-
-def _with_recorded_attention(settings: TrainSettings, resumed: Checkpoint | None) -> TrainSettings:
-    """Inherit `attention` from the resumed run if it is still "auto", because the bits of results depend on it."""
-    if resumed is None or settings.model.attention != "auto":
-        return settings
-    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
-    return replace(settings, model=replace(settings.model, attention=stored.model.attention))
-
-
-def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
-    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
-    if stored.data.objective is None:  # written when causal was the only objective
-        stored = replace(stored, data=replace(stored.data, objective="causal"))
-    return differences(stored, settings)
-
-
-def _differs(resumed: Checkpoint, found: Sequence[str]) -> UsageError:
-    return UsageError(
-        f"continues the same model, tiling, data and optimizer, but these differ: {', '.join(found)}; drop those flags, or start a new run",
-        flag="--resume",
-        value=resumed.path,
-    )
 
 
 def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:

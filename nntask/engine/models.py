@@ -12,11 +12,10 @@ from scheduler import TaskRuntime
 
 from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import add_adapters
-from ..checkpoints.store import STATE, Checkpoint
-from ..config.frozen_weights import frozen_base_of
+from ..checkpoints.store import Checkpoint
 from ..config.resolution import dtype_of
 from ..config.run_config import ModelSpec
-from ..config.settings import from_dict
+from ..config.stored_run import frozen_base_of, stored_settings
 from ..errors import UsageError
 from ..models.language import LanguageModel
 from ..models.registry import build
@@ -60,7 +59,7 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
         DataError: the checkpoint is broken, or the frozen weights of its adapters are missing or changed.
         UsageError: `spec` has a finer element type than the one in which the adapters were trained.
     """
-    frozen_base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    frozen_base, stored = frozen_base_of(checkpoint), stored_settings(checkpoint)
     trained, asked = DTYPES[dtype_of(stored.model.dtype)], DTYPES[spec.dtype]
     if frozen_base is not None and asked.itemsize > trained.itemsize:
         raise UsageError(

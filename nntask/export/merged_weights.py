@@ -19,10 +19,10 @@ from scheduler import CapturingRuntime, InlineRuntime
 from tiles import TileTensor
 
 from ..adapters.lora import adapted, adapter_factors, is_factor, merge_dtype, merged
-from ..checkpoints.store import MODEL, STATE, Checkpoint
-from ..config.frozen_weights import frozen_base_of
+from ..checkpoints.store import MODEL, Checkpoint
 from ..config.resolution import model_spec
-from ..config.settings import TrainSettings, from_dict
+from ..config.settings import TrainSettings
+from ..config.stored_run import frozen_base_of, stored_settings
 from ..engine.models import build_model
 from ..io.block_ranges import BlockRange
 from ..io.safetensors_file import TensorFile
@@ -124,7 +124,7 @@ def capture_of(checkpoint: Checkpoint) -> LanguageModel:
 
 
 def _settings(checkpoint: Checkpoint) -> TrainSettings:
-    return from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    return stored_settings(checkpoint)
 
 
 def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Array]:

@@ -15,7 +15,7 @@ from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA, adapted, base_tensors, is_factor
 from ..checkpoints.store import MODEL, STATE, Checkpoint
 from ..config.resolution import adapters_of
-from ..config.settings import from_dict
+from ..config.stored_run import stored_settings
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..hf.layout import names_of
@@ -46,7 +46,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
         DataError: the checkpoint is broken.
         StorageError: the disk is full or failed; no file was replaced.
     """
-    lora = adapters_of(from_dict(source.state["settings"], str(source.path / STATE)))
+    lora = adapters_of(stored_settings(source))
     if lora is None:
         raise UsageError(f"{source.path} holds a whole model and no adapters; export the model")
     check_target(path, source, force=force)

@@ -16,7 +16,7 @@ class Budget:
 
     Args:
         nbytes: size to plan with, in bytes; 0 before a default is filled in.
-        is_given: whether a flag sets the size; otherwise it is a share of the free memory, which the runtime takes anew when it opens.
+        is_given: whether a flag sets the size; otherwise it is a share of the free memory or disk.
         text: value of the flag, for messages; "" for the default.
     """
 

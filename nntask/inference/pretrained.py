@@ -21,9 +21,9 @@ from tiles.kernels import load_block_loops
 from ..architecture.config_checks import LARGEST_COUNT
 from ..architecture.family_config import ModelConfig
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
-from ..config.frozen_weights import frozen_base_of
 from ..config.resolution import model_spec
-from ..config.settings import TrainSettings, from_dict, known
+from ..config.settings import TrainSettings, known
+from ..config.stored_run import frozen_base_of, stored_settings
 from ..data.encoding import RowEncoder, conversation_ids
 from ..data.foreign_tokenizer import has_tokenizer, other_way
 from ..data.known_ids import unknown
@@ -136,7 +136,7 @@ class ModelSource:
             )
         if (directory / STATE).is_file() or (directory / RUN_CONFIG).is_file() or step_directories(directory):
             checkpoint = find_checkpoint(directory)
-            settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+            settings = stored_settings(checkpoint)
             return cls(checkpoint.path, checkpoint.config, _with_length(settings, checkpoint.config), checkpoint)
         if directory.is_dir() and not any((directory / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
             raise DataError(

@@ -16,9 +16,9 @@ from scheduler import Runtime
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
 
-from ..checkpoints.store import STATE, Checkpoint
+from ..checkpoints.store import Checkpoint
 from ..config.run_config import LanguageRun, Length, RunConfig
-from ..config.settings import from_dict
+from ..config.stored_run import stored_settings
 from ..config.toml import to_toml
 from ..data.batch import Cursor
 from ..data.dataset import Dataset
@@ -276,7 +276,7 @@ def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:
     resumed = run.start.resumed
     if resumed is None or not resumed.step:
         return ""
-    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE)).run
+    stored = stored_settings(resumed).run
     before, now = Length(stored.steps or 0, stored.nepochs).on(batches_per_epoch)[0], run.length.on(batches_per_epoch)[0]
     if not before or not now:
         return ""

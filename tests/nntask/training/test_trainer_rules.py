@@ -3,17 +3,23 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from nntask.config import machine as machine_settings
 from nntask.config.disk import disk_of, imaginary_disk_of
 from nntask.config.machine import devices_of, machine_of, request_of
-from nntask.config.resolution import filled
+from nntask.config.resolution import filled, resolve
 from nntask.config.settings import TrainSettings, differences, from_dict
 from nntask.config.validation import check_values
 from nntask.errors import DataError, UsageError
+from nntask.hardware.machine_spec import with_budgets
 from nntask.hardware.memory_advice import does_not_fit
+from nntask.hardware.runtimes import open_runtime
+from nntask.io.units import parse_size
 from scheduler import Shortage
 from wrappers.cli.options.flags import build, scan, table_of
+from wrappers.cli.options.sources import request
 
 TABLE = table_of(TrainSettings)
 
@@ -239,3 +245,27 @@ def test_places_of_data_may_differ():
     )
     assert differences(here, there) == []
     assert differences(here, filled(settings("--dataset=train.bin"), Shape())) == ["--dataset (was text, is train.bin)"]
+
+
+def test_defaults_of_budgets_are_filled_once():
+    """What a run is planned with is what its runtime has, whatever the process allocates in between."""
+    machine = machine_of(settings("--ncpu=1", "--ngpu=0", "--sim-gpu=1").resources)
+    held = np.ones(1 << 22)
+    with open_runtime(machine) as runtime:
+        assert runtime.stats()["budget_bytes"] == {"ram": machine.ram.nbytes, "sim:0": machine.device.nbytes}
+    assert held.size == 1 << 22
+
+
+def test_a_size_is_parsed_once(monkeypatch):
+    """From a command line to the machine of its run, with every budget."""
+    sizes = []
+
+    def parse(text, what):
+        sizes.append((text, what))
+        return parse_size(text, what)
+
+    monkeypatch.setattr(machine_settings, "parse_size", parse)
+    asked = request(["--model=tiny", "--ncpu=1", "--ngpu=0", "--ram=2GiB", "--sim-gpu=1", "--gpu-memory=1MiB"], {})
+    run = resolve(asked.settings, asked.config, machine=with_budgets(asked.devices))
+    assert sizes == [("2GiB", "--ram"), ("1MiB", "--gpu-memory")]
+    assert (run.machine.ram.nbytes, run.machine.device.nbytes) == (2 << 30, 1 << 20)

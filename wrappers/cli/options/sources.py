@@ -235,9 +235,9 @@ def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
 def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
     """Return the settings of the resumed run as flags, without those for its start and its observation."""
     from nntask.checkpoints import STATE
-    from nntask.config import from_dict, lost
+    from nntask.config import lost, stored_settings
 
-    settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    settings = stored_settings(checkpoint)
     stored = {name: value for group in checkpoint.state["settings"].values() for name, value in group.items()}
     for sentence in lost({name: stored[name] for name in _LOST_ON_RESUME if name in stored}, str(checkpoint.path / STATE)):
         complain(sentence)

@@ -1,4 +1,4 @@
-"""Frozen base weights of a run with adapters: those that a checkpoint records, and those that settings name."""
+"""Parts of a run that its checkpoints store: its settings, and the source of the frozen weights of its adapters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from ..gguf.model_file import is_gguf
 from .init_from import initial_model
 from .settings import TrainSettings, from_dict
 from .validation import rank_of
+
+
+def stored_settings(checkpoint: Checkpoint) -> TrainSettings:
+    """Return the settings of a checkpoint's run, with those of earlier versions under their present names.
+
+    Raises:
+        DataError: a value has another type than its flag.
+        UsageError: settings of an earlier version contradict each other.
+    """
+    return from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
@@ -26,7 +36,7 @@ def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
 def _recorded(checkpoint: Checkpoint) -> FrozenBase | None:
     """Return the frozen base weights that a checkpoint names, unchecked; None for a checkpoint of a whole model."""
     file = checkpoint.path / STATE
-    if rank_of(from_dict(checkpoint.state["settings"], str(file))) is None:
+    if rank_of(stored_settings(checkpoint)) is None:
         return None
     base = FrozenBase.of_state(checkpoint.state, str(file))
     if base is None:
