@@ -22,8 +22,10 @@ typedef unsigned long long u64;
 
 #define __device__
 #define __global__
+#define __launch_bounds__(...)
 #define INFINITE HUGE_VALF
 #define UNROLLED
+#define NOT_UNROLLED
 #define SHARED(type, name) type *name = (type *)emulated.shared.data()
 
 struct Dim {
@@ -120,6 +122,66 @@ static inline void mma(float *c, const u32 *a, u32 b0, u32 b1) {
     }
     __syncthreads();
 }
+
+// Four 8 x 8 matrices whose rows the lanes have: lane 8 m + r that of row r of matrix m; each lane gets two numbers of a row, or of a column
+static inline void load4_of(u32 *x, const unsigned short *row, bool transposed) {
+    memcpy(exchanged[threadIdx.x], &row, sizeof(row));
+    __syncthreads();
+    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    for (int m = 0; m < 4; m++) {
+        unsigned short two[2];
+        for (int e = 0; e < 2; e++) {
+            int r = transposed ? lane % 4 * 2 + e : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + e;
+            const unsigned short *from;
+            memcpy(&from, exchanged[warp + m * 8 + r], sizeof(from));
+            two[e] = from[column];
+        }
+        x[m] = two[0] | (u32)two[1] << 16;
+    }
+    __syncthreads();
+}
+
+static inline void load4(u32 *x, const unsigned short *row) { load4_of(x, row, false); }
+
+static inline void load4_transposed(u32 *x, const unsigned short *row) { load4_of(x, row, true); }
+
+// Copies that a thread has started: they happen as late as they may, when it waits for them.
+struct Copy {
+    char *target;
+    const char *source;
+    size_t nbytes;
+};
+
+static std::vector<Copy> copies[1024];
+
+static inline void copy_later(void *target, const void *source, size_t nbytes, int is_there) {
+    if ((size_t)target % nbytes || (is_there && (size_t)source % nbytes)) {
+        fprintf(stderr, "a copy of %zu bytes begins at no multiple of them\n", nbytes);
+        abort();
+    }
+    memset(target, 0xff, nbytes);  // NaN, as garbage
+    copies[threadIdx.x].push_back({(char *)target, is_there ? (const char *)source : nullptr, nbytes});
+}
+
+static inline void copy16(void *target, const void *source, int is_there) { copy_later(target, source, 16, is_there); }
+
+static inline void copy4(void *target, const void *source, int is_there) { copy_later(target, source, 4, is_there); }
+
+static inline void await_copies() {
+    for (Copy copy : copies[threadIdx.x]) {
+        if (copy.source)
+            memcpy(copy.target, copy.source, copy.nbytes);
+        else
+            memset(copy.target, 0, copy.nbytes);
+    }
+    copies[threadIdx.x].clear();
+}
+
+static inline float power_of_2(float x) { return exp2f(x); }
+
+static inline int min(int a, int b) { return a < b ? a : b; }
+
+static inline int max(int a, int b) { return a > b ? a : b; }
 
 // A coroutine's life: one thread of one block after another.
 static void work() {

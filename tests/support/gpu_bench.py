@@ -13,7 +13,7 @@ from tiles.kernels.cuda import launch
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import source_text
 
-SOURCES = [(name, element) for name in launch.NAMES for element in (("bf16",) if name == "flash" else launch.ELEMENTS.values())]
+SOURCES = [(name, element) for name in launch.NAMES for element in (("bf16",) if name.startswith("flash") else launch.ELEMENTS.values())]
 """Every source, and every type of elements that it is compiled for."""
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from support.fake_cuda import KernelParameter, KernelPointer
 
 _SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
-_READ_BY = {"flash": 8}
+_READ_BY = {"flash": 16, "flash_options": 16}
 """Sources that read elements in larger units; bytes."""
 
 
@@ -73,8 +73,8 @@ def declared_in(source: str, text: str, element: str) -> dict[str, list[Declared
     text = re.sub(r"//[^\n]*", "", text.replace("\\\n", " "))
     kinds = _Kinds(text, element, _READ_BY.get(source, 1))
     found = {}
-    for name, parameters in re.findall(r"KERNEL\s+([\w#]+)\s*\(([^)]*)\)", text):
+    for name, parameters in re.findall(r"KERNEL\s+(?:__launch_bounds__\([^)]*\)\s+)?([\w#]+)\s*\(([^)]*)\)", text):
         declared = [Declared(kinds.kind(one)[0], "*" in one, kinds.parameter(one)) for one in parameters.split(",")]
-        for size in re.findall(r"^FLASH\((\d+)\)", text, re.MULTILINE) if "##D" in name else ("",):
-            found[name.replace("##D", size)] = declared
+        for ending in re.findall(r"^FLASH\((\w+),", text, re.MULTILINE) if "##NAME" in name else ("",):
+            found[name.replace("##NAME", ending)] = declared
     return found

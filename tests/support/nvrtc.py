@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import struct
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def library() -> ctypes.CDLL | None:
 
 def compile_source(name: str, element: str, architecture: int) -> tuple[bool, str]:
     """Whether a source compiles for ``sm_<architecture>``, and the compiler's log, which says of each kernel how many registers a thread takes."""
+    log, code = _compiled(name, element, architecture)
+    return bool(code), log
+
+
+@cache
+def _compiled(name: str, element: str, architecture: int) -> tuple[str, bytes]:
+    """The log of the compiler, and the code, which is empty if the source does not compile."""
     nvrtc = library()
     assert nvrtc is not None
     program = ctypes.c_void_p()
@@ -30,7 +38,27 @@ def compile_source(name: str, element: str, architecture: int) -> tuple[bool, st
     status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
+    log, code = ctypes.create_string_buffer(size.value), b""
     nvrtc.nvrtcGetProgramLog(program, log)
+    if status == 0:
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, image)
+        code = image.raw
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return status == 0, log.value.decode()
+    return log.value.decode(), code
+
+
+def instructions(name: str, element: str, architecture: int) -> dict[str, list[int]]:
+    """The operation codes of each kernel: the low 12 bits of each instruction of 16 bytes, from the sections ``.text.<kernel>`` of an ELF file."""
+    _, code = _compiled(name, element, architecture)
+    (table,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names = struct.unpack_from("<HHH", code, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", code, table + size * number) for number in range(count)]
+    found = {}
+    for at, _, _, _, start, length in sections:
+        begin = sections[names][4] + at
+        title = code[begin : code.index(b"\0", begin)].decode()
+        if title.startswith(".text."):
+            found[title.removeprefix(".text.")] = [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code[start : start + length])]
+    return found

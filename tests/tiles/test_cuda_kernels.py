@@ -11,12 +11,14 @@ import pytest
 from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
 from support.cuda_emulator import COMPILER, Emulator, on_device
 from support.kernel_cases import PATTERNS, Maker, patterned_attention, patterned_backward
-from support.nvrtc import compile_source, library
+from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cuda import launch
 from tiles.kernels.reference.attention import Pair
 
+FLASH = ("flash", "flash_options")
+"""Sources of bf16 alone, which take 5 and 20 s to compile."""
 ORDERS = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 
 REGISTERS = 65536
@@ -89,14 +91,20 @@ def test_attention_over_several_blocks(causal: bool, p: float, backwards: bool, 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("size", "causal", "p", "backwards"), [(64, True, 0.0, False), (64, False, 0.3, True), pytest.param(128, True, 0.3, True, marks=pytest.mark.long)]
+    ("size", "causal", "p", "backwards"),
+    [
+        (64, True, 0.0, False),
+        (64, False, 0.3, True),
+        pytest.param(128, True, 0.0, False, marks=pytest.mark.long),
+        pytest.param(128, True, 0.3, True, marks=pytest.mark.long),
+    ],
 )
 def test_attention_on_tensor_cores(size: int, causal: bool, p: float, backwards: bool, emulator: Emulator) -> None:
     """bf16, several blocks of queries and keys, ragged, two heads of queries for each of keys, onto what an earlier tile left; and gradients."""
     emulator.backwards = backwards
     make = Maker(np.float32)
-    at = Pair(size, 0.2, causal, 5, 0, 1, 2, 4, 90, p, 3)
-    tq, tk = 70, 75
+    at = Pair(size, 0.2, causal, 5, 0, 1, 2, 4, 160, p, 3)
+    tq, tk = 140, 150
     q, k, v = (make(1, t, heads * size).astype(BF16) for t, heads in ((tq, 2), (tk, 1), (tk, 1)))
     key = [np.array([1, 2], np.uint64)] if p else []
     scratch = np.empty(1, np.uint8)
@@ -168,9 +176,9 @@ def test_every_operation_has_a_kernel() -> None:
 @pytest.mark.parametrize(
     ("source", "element", "architecture"),
     [
-        pytest.param(name, element, number, marks=[] if number == 90 and name != "flash" else pytest.mark.long)  # flash takes 5 s
+        pytest.param(name, element, number, marks=[] if number == 90 and name not in FLASH else pytest.mark.long)
         for name in launch.NAMES
-        for element in (["bf16"] if name == "flash" else launch.ELEMENTS.values())
+        for element in (["bf16"] if name in FLASH else launch.ELEMENTS.values())
         for number in (80, 90, 100)
     ],
 )
@@ -180,4 +188,17 @@ def test_sources_compile_for_devices(source: str, element: str, architecture: in
     assert compiles, log
     taken = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
     assert taken
-    assert max(taken) * (128 if source in ("flash", "attention") else 1024) <= REGISTERS
+    assert max(taken) * (128 if source in (*FLASH, "attention") else 1024) <= REGISTERS
+
+
+PRODUCT = 0x23C
+"""Operation code of HMMA, a product on tensor cores, in machine code of sm_90."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(library() is None, reason="the NVRTC wheel is not installed")
+def test_attention_spends_its_time_in_products() -> None:
+    """A kernel of attention without options has at most 20 instructions for each product on tensor cores, all that is outside its loop included."""
+    kernels = instructions("flash", "bf16", 90)
+    assert len(kernels) == 6
+    assert {name: len(codes) for name, codes in kernels.items() if len(codes) > 20 * codes.count(PRODUCT)} == {}

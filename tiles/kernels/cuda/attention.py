@@ -22,15 +22,17 @@ from .launch import KernelSource, device
 from .library_attention import may_take, shape_of
 
 _source = KernelSource("attention")
-_flash = KernelSource("flash")
+_flash, _flash_options = KernelSource("flash"), KernelSource("flash_options")
 _norms = KernelSource("norm")
 _FLOAT: Final = np.dtype(np.float32)
 QUERIES: Final = 32
 KEYS: Final = 32
 FLASH_SIZES: Final = (64, 128)
 """Head sizes that tensor cores support."""
-_FLASH_ROWS: Final = 64
+_FLASH_ALIGNMENT: Final = 16
 _PAD: Final = 8
+
+
 _INTEGERS: Final = ("head_size", "causal", "q_start", "k_start", "b_start", "h_start", "num_heads", "length", "stream")
 _PAIR: Final = np.dtype(
     [(name, np.int32) for name in _INTEGERS]
@@ -76,11 +78,28 @@ def runs_of(buckets: Buckets | None) -> Any:
     return result[()]
 
 
-def _start_flash(kernel: str, x: DeviceArray, size: int, *arguments: Any, num_rows: int, num_turned: int, extra: int = 0) -> None:
-    """Start a kernel with a block for each 64 rows of each head of `x`, and shared memory for `num_rows` tiles and `num_turned` transposed ones."""
-    grid = (-(-x.shape[1] // _FLASH_ROWS), x.shape[2] // size, x.shape[0])
-    shared = 2 * (num_rows * _FLASH_ROWS * (size + _PAD) + num_turned * size * (_FLASH_ROWS + _PAD)) + extra
-    _flash.start(kernel, x.dtype, *arguments, grid=grid, threads=128, shared=shared)
+def _takes_flash(at: reference.Pair, *tiles: DeviceArray) -> bool:
+    """Return whether tensor cores compute a pair: bf16 tiles that 16-byte copies can read, with heads of a supported size."""
+    aligned = all(tile.dtype == BF16 and tile.address % _FLASH_ALIGNMENT == 0 for tile in tiles)
+    return aligned and at.head_size in FLASH_SIZES and at.scale > 0
+
+
+def _start_flash(
+    kernel: str, block: int, x: DeviceArray, at: reference.Pair, more: OptionalTiles[DeviceArray], *arguments: Any, num_own: int, num_floats: int = 0
+) -> None:
+    """Start a kernel of `source/flash.cu`, without passes for options if the pair has none.
+
+    Args:
+        block: number of rows of a head of `x` that a block has.
+        num_own: number of tiles of these rows in shared memory, beside two stages of two tiles.
+        num_floats: number of floats for each row of a stage.
+    """
+    is_plain = not (at.pattern.window or at.pattern.cap or at.p) and more.of_queries is None and more.table is None
+    size, stage = at.head_size, 4096 // at.head_size
+    shared = 2 * (num_own * block + 4 * stage) * (size + _PAD) + 2 * 4 * num_floats * stage
+    grid = (-(-x.shape[1] // block), x.shape[2] // size, x.shape[0])
+    source, ending = (_flash, "_plain") if is_plain else (_flash_options, "")
+    source.start(f"{kernel}_{size}{ending}", x.dtype, *arguments, grid=grid, threads=128, shared=shared)
 
 
 @register("attention", "cuda")
@@ -101,9 +120,9 @@ def attention(
     more = optional_tiles(extra, at, has_lse=last)
     lse, key = more.lse, more.key
     pair, size = _pair_of(q, k, at, more, scratch), at.head_size
-    if q.dtype == BF16 and size in FLASH_SIZES:
+    if _takes_flash(at, q, k, v, o):
         numbers = (pair, np.int32(first), np.int32(last))
-        _start_flash(f"flash_{size}", q, size, q, k, v, o, peak, total, lse, key, *numbers, num_rows=1, num_turned=1)
+        _start_flash("flash", 128, q, at, more, q, k, v, o, peak, total, lse, key, *numbers, num_own=1)
         return
     grid = (-(-q.shape[1] // QUERIES), q.shape[2] // size, q.shape[0])
     shared = 4 * (2 * QUERIES * size + 2 * KEYS * size + QUERIES * KEYS + 3 * QUERIES)
@@ -144,10 +163,11 @@ def attention_backward(
     either = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
     if more.dtable is not None:
         _add_to_table(either, key, pair, at, more.dtable, scratch, bool(accumulate))
-    if q.dtype == BF16 and size in FLASH_SIZES and not stored:
+    if not stored and _takes_flash(at, q, k, v, do, dq, dk, dv):
         inputs = (q, k, v, do, kept, delta)
-        _start_flash(f"flash_dq_{size}", q, size, *inputs, dq, key, pair, np.int32(first_k), num_rows=2, num_turned=1)
-        _start_flash(f"flash_dkv_{size}", k, size, *inputs, dk, dv, key, pair, np.int32(first_q), num_rows=2, num_turned=2, extra=8 * _FLASH_ROWS)
+        _start_flash("flash_dq", 8192 // size, q, at, more, *inputs, dq, key, pair, np.int32(first_k), num_own=2)
+        numbers = (key, pair, np.int32(first_q))
+        _start_flash("flash_dkv", 8192 // size, k, at, more, *inputs, dk, dv, *numbers, num_own=2, num_floats=2)
         return
     shared = 4 * (5 * QUERIES * size + 2 * QUERIES * KEYS)
     grid = (-(-q.shape[1] // QUERIES), q.shape[2] // size, q.shape[0])

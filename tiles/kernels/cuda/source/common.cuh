@@ -34,10 +34,25 @@ template <> __device__ inline float narrow<float>(float x) { return x; }
 
 // round to nearest, ties to even; NaN stays NaN
 template <> __device__ inline bf16 narrow<bf16>(float x) {
-    u32 bits = __float_as_uint(x);
     bf16 out;
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+#else
+    u32 bits = __float_as_uint(x);
     out.bits = x != x ? (unsigned short)((bits >> 16) | 0x40) : (unsigned short)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+#endif
     return out;
+}
+
+// two rounded numbers, the first in the low half
+__device__ inline u32 pack(float low, float high) {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 800
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    return (u32)narrow<bf16>(low).bits | (u32)narrow<bf16>(high).bits << 16;
+#endif
 }
 
 // index of this thread among all, and how many there are: for loops over elements

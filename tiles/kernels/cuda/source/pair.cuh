@@ -21,12 +21,41 @@ __device__ inline float survival(Pair at, u64 key, int b, int h, int i, int j) {
     return random_bits(key, row * at.row + at.k_start + j) >= at.threshold ? 1.0f / (1.0f - at.p) : 0.0f;
 }
 
+__device__ inline int same_document(Pair at, int b, int i, int j) {
+    return at.of_queries[(long long)b * at.tq + i] == at.of_keys[(long long)b * at.tk + j];
+}
+
 // Whether key j of the tile counts for query i of sequence b
 __device__ inline int sees(Pair at, int b, int i, int j) {
     if (j >= at.tk || i >= at.tq) return 0;
     int distance = at.k_start + j - (at.q_start + i);
     if ((at.causal && distance > 0) || (at.window && distance <= -at.window)) return 0;
-    return !at.of_queries || at.of_queries[(long long)b * at.tq + i] == at.of_keys[(long long)b * at.tk + j];
+    return !at.of_queries || same_document(at, b, i, j);
+}
+
+// The first key that a query sees, and the first one behind all that it sees, but for documents; and the same of keys and the queries that see them
+__device__ inline int first_key(Pair at, int i) { return at.window ? max(0, at.q_start + i - at.window + 1 - at.k_start) : 0; }
+
+__device__ inline int end_of_keys(Pair at, int end) { return at.causal ? min(at.tk, at.q_start + end - at.k_start) : at.tk; }
+
+__device__ inline int first_query(Pair at, int j) { return at.causal ? max(0, at.k_start + j - at.q_start) : 0; }
+
+__device__ inline int end_of_queries(Pair at, int end) { return at.window ? min(at.tq, at.k_start + end - 1 + at.window - at.q_start) : at.tq; }
+
+__device__ inline void range_of_keys(Pair at, int i, int &low, int &high) {
+    low = first_key(at, i);
+    high = i < at.tq ? end_of_keys(at, i + 1) : 0;
+}
+
+__device__ inline void range_of_queries(Pair at, int j, int &low, int &high) {
+    low = first_query(at, j);
+    high = j < at.tk ? end_of_queries(at, j + 1) : 0;
+}
+
+// Whether each of the queries [start, start + num_queries) sees all keys [from, from + num_keys)
+__device__ inline int sees_all(Pair at, int start, int num_queries, int from, int num_keys) {
+    return start + num_queries <= at.tq && from + num_keys <= end_of_keys(at, start + 1) && from >= first_key(at, start + num_queries - 1) &&
+           !at.of_queries;
 }
 
 // Whether all keys [from, from + num_keys) are later than all queries [start, start + num_queries), or in front of their windows

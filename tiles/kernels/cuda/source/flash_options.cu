@@ -1,0 +1,8 @@
+// Attention on tensor cores with options: windows, documents, caps, biases and dropout.
+
+#include "common.cuh"
+#include "pair.cuh"
+#include "flash.cuh"
+
+FLASH(64, 64, false, 2, 2)
+FLASH(128, 128, false, 2, 3)
