@@ -145,6 +145,23 @@ def test_patterns_over_several_blocks(dtype: type, size: int, causal: bool, name
 
 
 @needs_compiler
+@ORDERS
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("width", "accumulate"), [(5, True), (8, False), (136, True)])
+def test_sums_over_many_rows(width: int, accumulate: bool, dtype: type, backwards: bool, emulator: Emulator) -> None:
+    """Arrays with several pieces of rows: columns one at a time and four at a time, also more than a block of threads has."""
+    emulator.backwards = backwards
+    make = Maker(np.float32)
+    x, dy, dx, gamma = (make(1, 301, width).astype(dtype) for _ in range(4))
+    mean, rstd, first, second = make(1, 301), make.positive(1, 301), make(width), make(width)
+    check("column_sums", [dy, first.copy()], {"accumulate": accumulate}, rtol=1e-4, atol=1e-4)
+    constants = {"accumulate": accumulate, "residual": False}
+    loose = 2e-2 if dtype == BF16 else 1e-4
+    check("layer_norm_backward", [x, gamma[0, 0], mean, rstd, dy, dx, first.copy(), second], constants, rtol=loose, atol=loose)
+    check("rms_norm_backward", [x, gamma[0, 0], rstd, dy, dx, first], constants, rtol=loose, atol=loose)
+
+
+@needs_compiler
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emulator) -> None:
     """Tokens that occur often, in several pieces of the search, once, or in other tiles; rows nobody names are cleared or kept."""

@@ -60,6 +60,7 @@ def test_more_tiles_than_one_start_takes(emulator: Emulator) -> None:
     make = Maker(np.float32)
     check("sum_squares", [([make(1 + 531 * number), np.zeros(1)], {}) for number in range(MOST_TILES + 3)])
     check("column_sums", [([make(9, 1 + number), make(1 + number)], {"accumulate": number % 2 == 0}) for number in range(MOST_TILES + 3)])
+    check("column_sums", [([make(200 + number, 12), make(12)], {"accumulate": number % 2 == 0}) for number in range(40)])
     numbers = {"decoupled": True, "max_norm": 1.0, "clip": True, "master": True}
     hyper = np.array([[1e-3, 0.1, 0.001, 0.9, 0.999, 1e-8, decay, 0.0] for decay in (0.0, 0.1)])
     norm, tasks = np.array([4.0]), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate as accumulated
 from itertools import product as grid_of
 from typing import Any, Final
 
@@ -10,12 +11,12 @@ import numpy as np
 
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
-from .launch import THREADS, KernelSource, device
-from .many import Task, blocks_for, by_type, filled, table
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
+from .many import SUMS_NBYTES, Task, blocks_for, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
-_COLUMNS: Final = table("x", "total", numbers=("widths", "accumulate"))
+_COLUMNS: Final = table("x", "total", "partial", numbers=("widths", "accumulate", "pieces", "wide"))
 _BIASED: Final = table("y", "bias", numbers=("widths",))
 
 
@@ -158,13 +159,27 @@ def column_sums(dy: DeviceArray, db: DeviceArray, *, accumulate: bool) -> None:
 
 @register_many(column_sums)
 def column_sums_many(tasks: Sequence[Task]) -> None:
-    """Compute `column_sums` for several tiles, with one launch per element type."""
+    """Compute `column_sums` for several tiles, with one launch per element type for pieces of rows, and one for the sums of pieces."""
+    most = PARTIALS_NBYTES // SUMS_NBYTES
     for alike in by_type(tasks):
-        widths = [tiles[0].shape[-1] for tiles, _ in alike]
-        blocks = [-(-width // 32) for width in widths]
-        flags = [constants["accumulate"] for _, constants in alike]
-        given = filled(_COLUMNS, [tiles for tiles, _ in alike], blocks, widths=widths, accumulate=flags)
-        _source.start("column_sums", alike[0][0][0].dtype, given, grid=(sum(blocks), 1, 1), shared=4 * THREADS)
+        for first in range(0, len(alike), most):
+            _column_sums([(dy, db) for (dy, db), _ in alike[first : first + most]], [flags["accumulate"] for _, flags in alike[first : first + most]])
+
+
+def _column_sums(tiles: Sequence[tuple[DeviceArray, DeviceArray]], flags: Sequence[bool]) -> None:
+    """db (+)= sum of dy over rows for each (dy, db); the partial sums fit the memory for them."""
+    widths = [dy.shape[-1] for dy, _ in tiles]
+    pieces = [pieces_of(dy.size // width, width) for (dy, _), width in zip(tiles, widths, strict=True)]
+    groups = [groups_of(width, dy) for (dy, _), width in zip(tiles, widths, strict=True)]
+    begins = accumulated([0, *(count * width for count, width in zip(pieces, widths, strict=True))])
+    rows = [(*pair, DeviceArray(device().partials.address + 4 * begin, (), _FLOAT)) for pair, begin in zip(tiles, begins, strict=False)]
+    numbers = {"widths": widths, "accumulate": flags, "pieces": pieces, "wide": [is_wide for _, is_wide in groups]}
+    blocks = [count * number for count, (number, _) in zip(pieces, groups, strict=True)]
+    element = tiles[0][0].dtype
+    _source.start("column_sums", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * 4 * THREADS)
+    if max(pieces) > 1:
+        blocks = [-(-width // 32) if count > 1 else 0 for width, count in zip(widths, pieces, strict=True)]
+        _source.start("column_sums_of_pieces", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * THREADS)
 
 
 @register("select_rows", "cuda")

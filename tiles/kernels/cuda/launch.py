@@ -27,8 +27,8 @@ THREADS: Final = 256
 MOST_BLOCKS: Final = 4096
 MOST_BLOCKS_ASIDE: Final = 65535
 """Largest number of blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
-PARTIALS_NBYTES: Final = 8 << 16
-"""Memory of a device for the partial sums of one kernel at a time: a number of 8 bytes for each of 1024 blocks of 64 tiles."""
+PARTIALS_NBYTES: Final = 8 << 20
+"""Memory of a device for the partial sums of one kernel at a time: at least a number of 8 bytes for each of 1024 blocks of 64 tiles."""
 
 Argument = DeviceArray | np.generic | None
 
@@ -203,9 +203,9 @@ class KernelSource:
 
 
 def threads_for(width: int) -> int:
-    """Return a power of two, from 32 to 1024: the number of threads for a row of `width` numbers."""
+    """Return a power of two, from 32 to 1024: the number of threads for a row of `width` numbers, about eight for each."""
     threads = 32
-    while threads < min(1024, width // 2):
+    while threads < min(1024, width // 8):
         threads *= 2
     return threads
 

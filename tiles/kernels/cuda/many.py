@@ -22,6 +22,13 @@ MOST_TILES: Final = 64
 
 _T = TypeVar("_T")
 
+_ENOUGH_BLOCKS: Final = 528
+"""Number of blocks with which sums of columns keep all multiprocessors of a large GPU busy."""
+_LEAST_ROWS: Final = 64
+"""Smallest number of rows of a piece, so that partial sums are few compared with the array."""
+SUMS_NBYTES: Final = 4 * (_ENOUGH_BLOCKS + 1) * 128
+"""Upper bound of the bytes of partial sums of one array's columns: `pieces_of` pieces of `width` floats."""
+
 
 def table(*names: str, numbers: Sequence[str] = ()) -> np.dtype[Any]:
     """Return the type of a table: addresses by name, counts of elements, number of tiles, first block of each tile and the end, and `numbers`."""
@@ -47,6 +54,17 @@ def filled(kind: np.dtype[Any], rows: Sequence[Row], blocks: Sequence[int], **nu
 def blocks_for(count: int) -> int:
     """Return the number of blocks of a kernel that processes `count` numbers, one a thread."""
     return min(MOST_BLOCKS, -(-count // THREADS))
+
+
+def pieces_of(num_rows: int, width: int) -> int:
+    """Return the number of pieces into which sums of columns divide the rows of an array; it depends on nothing else, and so do the sums' bits."""
+    return max(1, min(_ENOUGH_BLOCKS // -(-width // 128), num_rows // _LEAST_ROWS))
+
+
+def groups_of(width: int, *arrays: DeviceArray) -> tuple[int, bool]:
+    """Return the number of blocks for the columns of arrays, and whether a thread reads four columns at once, where all rows allow that."""
+    is_wide = width % 4 == 0 and all(array.address % 16 == 0 for array in arrays)
+    return -(-width // (128 if is_wide else 32)), is_wide
 
 
 def in_starts(rows: Sequence[_T]) -> Iterator[Sequence[_T]]:

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..registry import register
 from .array import DeviceArray
-from .launch import KernelSource
+from .launch import THREADS, KernelSource, device
+from .many import groups_of, pieces_of
 
 _source = KernelSource("norm")
 
@@ -122,8 +123,16 @@ def _gradients(
     x: DeviceArray, mean: DeviceArray | None, rstd: DeviceArray, dy: DeviceArray, dgamma: DeviceArray, dbeta: DeviceArray | None, accumulate: bool
 ) -> None:
     """dgamma (+)= dy * xhat, dbeta (+)= dy, over rows."""
-    num_rows = np.int32(x.size // x.shape[-1])
-    _source.by_column("norm_gradients", x, x, mean, rstd, dy, dgamma, dbeta, num_rows, _width(x), np.int32(accumulate), numbers=2)
+    num_rows, width = x.size // x.shape[-1], x.shape[-1]
+    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, x, dy)
+    partial = device().partials.at(np.float32, pieces, 2, width)
+    numbers = (np.int32(num_rows), np.int32(width), np.int32(accumulate), np.int32(is_wide))
+    arrays = (x, mean, rstd, dy, partial, dgamma, dbeta)
+    _source.start("norm_gradients", x.dtype, *arrays, *numbers, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
+    if pieces > 1:
+        grid = (-(-width // 32), 1 if dbeta is None else 2, 1)
+        numbers = (np.int32(pieces), np.int32(width), np.int32(accumulate))
+        _source.start("norm_gradients_of_pieces", x.dtype, partial, dgamma, dbeta, *numbers, grid=grid, shared=4 * THREADS)
 
 
 @register("row_sums", "cuda")

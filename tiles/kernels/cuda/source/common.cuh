@@ -12,6 +12,8 @@
 #define SHARED(type, name) extern __shared__ __align__(16) type name[]  // all of them begin in one place, whatever they are read as
 #define EXPORT(name)
 #define INFINITE __int_as_float(0x7f800000)
+#define UNROLLED _Pragma("unroll")  // what is indexed lies in registers
+#define NOT_UNROLLED _Pragma("unroll 1")
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #endif
@@ -62,31 +64,57 @@ __device__ inline u32 pack(float low, float high) {
 // The larger of two numbers; NaN if one of them is: a loss that diverged must show
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 
-// Sum, or largest, of one number of every thread of a block whose size is a power of two; every thread gets it. `buffer`: blockDim.x floats.
+// Sum, or largest, of one number of every thread of a block of whole warps; every thread gets it. `buffer`: a float for each warp.
 __device__ inline float block_sum(float x, float *buffer) {
-    int t = threadIdx.x;
-    buffer[t] = x;
+    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    if (threadIdx.x % 32 == 0) buffer[threadIdx.x / 32] = x;
     __syncthreads();
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (t < half) buffer[t] += buffer[t + half];
-        __syncthreads();
-    }
     float total = buffer[0];
+    for (int warp = 1; warp < (int)blockDim.x / 32; warp++) total += buffer[warp];
     __syncthreads();
     return total;
 }
 
 __device__ inline float block_max(float x, float *buffer) {
-    int t = threadIdx.x;
-    buffer[t] = x;
+    for (int mask = 16; mask > 0; mask /= 2) x = larger(__shfl_xor_sync(0xffffffffu, x, mask), x);
+    if (threadIdx.x % 32 == 0) buffer[threadIdx.x / 32] = x;
     __syncthreads();
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (t < half) buffer[t] = larger(buffer[t], buffer[t + half]);
-        __syncthreads();
-    }
     float top = buffer[0];
+    for (int warp = 1; warp < (int)blockDim.x / 32; warp++) top = larger(buffer[warp], top);
     __syncthreads();
     return top;
+}
+
+// N numbers side by side, which are read or written by as few instructions as their bytes allow: 16 bytes each
+template <class U, int N> struct alignas(N * sizeof(U) < 16 ? N * sizeof(U) : 16) Numbers {
+    U x[N];
+};
+
+// Numbers of type T in 16 bytes
+#define WIDE (16 / (int)sizeof(T))
+
+template <int N, class U> __device__ inline Numbers<U, N> load(const U *x) { return *(const Numbers<U, N> *)x; }
+
+template <int N, class U> __device__ inline void store(U *x, Numbers<U, N> numbers) { *(Numbers<U, N> *)x = numbers; }
+
+// Whether all arrays begin at multiples of 16 bytes; an array that is missing does
+template <class... U> __device__ inline bool are_aligned(const U *...x) { return (((u64)x | ...) & 15) == 0; }
+
+// out[i] = f(in[i]...) of `count` numbers, 16 bytes of T at a time where all arrays allow that. Arrays may be the same.
+template <class O, class F, class... I> __device__ inline Numbers<O, WIDE> applied(F f, Numbers<I, WIDE>... in) {
+    Numbers<O, WIDE> out;
+    UNROLLED
+    for (int e = 0; e < WIDE; e++) out.x[e] = narrow<O>(f(widen(in.x[e])...));
+    return out;
+}
+
+template <class O, class F, class... I> __device__ inline void map(long long count, F f, O *out, const I *...in) {
+    long long pieces = are_aligned(out, in...) ? count / WIDE : 0;
+    EACH(n, pieces) store<WIDE>(out + n * WIDE, applied<O>(f, load<WIDE>(in + n * WIDE)...));
+    EACH(rest, count - pieces * WIDE) {
+        long long i = pieces * WIDE + rest;
+        out[i] = narrow<O>(f(widen(in[i])...));
+    }
 }
 
 // random bits: the mixers of `reference/random.py`

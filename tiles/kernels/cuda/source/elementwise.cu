@@ -1,6 +1,7 @@
 // Elementwise operations, and those that add up rows of one or all sequences.
 
 #include "common.cuh"
+#include "columns.cuh"
 #include "many.cuh"
 
 #define GELU_SCALE 0.7978845608028654f
@@ -192,29 +193,46 @@ EXPORT(rotary_angles_at)
 struct Columns {
     const T *x[MOST_TILES];
     float *total[MOST_TILES];
+    float *partial[MOST_TILES];
     long long counts[MOST_TILES];
-    int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES], accumulate[MOST_TILES];
+    int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES], accumulate[MOST_TILES], pieces[MOST_TILES], wide[MOST_TILES];
 };
 
-// Sum of columns: a block has 32 columns and 8 lanes of rows, lane l takes rows l, l + 8, ...; lanes are added in order.  // (R, N) -> (N,)
+// Sums of columns of a piece of the rows, to partial (pieces, N); of one piece, total (+)= the sums  // (R, N)
+template <int N> __device__ inline void sums_of_columns(const T *x, float *out, int block, int num_pieces, int num_rows, int width, int accumulate, float *buffer) {
+    int groups = (width + 32 * N - 1) / (32 * N), piece = block / groups, column = (block % groups * 32 + threadIdx.x % 32) * N;
+    int r = first_of_piece(num_rows, piece, num_pieces) + threadIdx.x / 32, end = first_of_piece(num_rows, piece + 1, num_pieces);
+    float sums[N] = {};
+    if (column < width)
+        for (; r < end; r += LANES) {
+            Numbers<T, N> numbers = load<N>(x + (long long)r * width + column);
+            UNROLLED
+            for (int e = 0; e < N; e++) sums[e] += widen(numbers.x[e]);
+        }
+    add_lanes<N>(sums, buffer, out + (num_pieces > 1 ? (long long)piece * width : 0), column, width, accumulate);
+}
+
 KERNEL column_sums(Columns given) {
     SHARED(float, buffer);
     TILE_OF_BLOCK(tile, given);
-    const T *x = given.x[tile];
-    int width = given.widths[tile], num_rows = (int)(given.counts[tile] / width);
-    int column = (blockIdx.x - given.begins[tile]) * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
-    float sum = 0.0f;
-    if (column < width)
-        for (int r = lane; r < num_rows; r += 8) sum += widen(x[(long long)r * width + column]);
-    buffer[threadIdx.x] = sum;
-    __syncthreads();
-    if (lane == 0 && column < width) {
-        for (int l = 1; l < 8; l++) sum += buffer[l * 32 + threadIdx.x];
-        float *total = given.total[tile] + column;
-        *total = given.accumulate[tile] ? *total + sum : sum;
-    }
+    int width = given.widths[tile], pieces = given.pieces[tile], block = blockIdx.x - given.begins[tile], rows = (int)(given.counts[tile] / width);
+    float *out = pieces > 1 ? given.partial[tile] : given.total[tile];
+    int accumulate = pieces == 1 && given.accumulate[tile];
+    if (given.wide[tile])
+        sums_of_columns<4>(given.x[tile], out, block, pieces, rows, width, accumulate, buffer);
+    else
+        sums_of_columns<1>(given.x[tile], out, block, pieces, rows, width, accumulate, buffer);
 }
 EXPORT(column_sums)
+
+// total (+)= sums of all pieces; 32 columns a block
+KERNEL column_sums_of_pieces(Columns given) {
+    SHARED(float, buffer);
+    TILE_OF_BLOCK(tile, given);
+    int column = (blockIdx.x - given.begins[tile]) * 32 + threadIdx.x % 32, width = given.widths[tile];
+    add_pieces(given.partial[tile], given.total[tile], column, given.pieces[tile], width, width, given.accumulate[tile], buffer);
+}
+EXPORT(column_sums_of_pieces)
 
 // out[b, 0] = x[b, positions[b] - start] where that lies in this tile
 KERNEL select_rows(const T *x, const int *positions, T *out, int start, int length, int width, long long count) {

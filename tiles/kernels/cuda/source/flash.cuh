@@ -19,10 +19,6 @@
 #define PAD 8
 #define PER_2 1.4426950408889634f  // log2(e): natural logarithms become those of base 2
 #define PER_E 0.6931471805599453f
-#ifndef EMULATED
-#define UNROLLED _Pragma("unroll")  // what is indexed lies in registers
-#define NOT_UNROLLED _Pragma("unroll 1")
-#endif
 #define LANE (threadIdx.x & 31)
 #define WARP (threadIdx.x >> 5)
 
