@@ -70,6 +70,17 @@ static __attribute__((noinline)) void leave(Resumption &from, Resumption &to) {
 
 static inline void __syncthreads() { leave(emulated.threads[threadIdx.x].at, emulated.scheduler); }
 
+static int any_of_block;
+
+static inline int __syncthreads_or(int predicate) {
+    __syncthreads();
+    any_of_block = 0;
+    __syncthreads();
+    if (predicate) any_of_block = 1;
+    __syncthreads();
+    return any_of_block;
+}
+
 static inline float __uint_as_float(u32 bits) {
     float x;
     memcpy(&x, &bits, 4);

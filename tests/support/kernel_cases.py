@@ -16,6 +16,7 @@ from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes as whole_scr
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
+from tiles.kernels.cuda.tables import head_scratch_nbytes as device_head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
@@ -205,7 +206,7 @@ def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how:
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
-    partials = np.empty(head_scratch(10, 11, 8), np.uint8)
+    partials = np.empty(max(head_scratch(10, 11, 8), device_head_scratch(10, 11, 7)), np.uint8)
     given, more = [*xs, *ws, *([make(11)] if how.has_bias else []), targets], {} if how == PLAIN else {"how": how}
     start = len(given)
     if not backward:

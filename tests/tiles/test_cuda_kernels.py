@@ -15,7 +15,9 @@ from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cuda import launch
+from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
+from tiles.kernels.reference.loss import Head
 
 FLASH = ("flash", "flash_options")
 """Sources of bf16 alone, which take 5 and 20 s to compile."""
@@ -159,6 +161,29 @@ def test_sums_over_many_rows(width: int, accumulate: bool, dtype: type, backward
     loose = 2e-2 if dtype == BF16 else 1e-4
     check("layer_norm_backward", [x, gamma[0, 0], mean, rstd, dy, dx, first.copy(), second], constants, rtol=loose, atol=loose)
     check("rms_norm_backward", [x, gamma[0, 0], rstd, dy, dx, first], constants, rtol=loose, atol=loose)
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", [False, True])
+def test_the_gradient_of_a_large_vocabulary_is_rounded_once(first: bool, emulator: Emulator) -> None:
+    """bf16, 8 blocks of columns, weights with a common mean: dx away from the exact one by little more than its own rounding, and biases of 130 rows."""
+    emulator.backwards = False
+    rng, num_rows, vocab, width = np.random.default_rng(0), 130, 50257, 16
+    x = rng.standard_normal((1, num_rows, width)).astype(BF16)
+    w, bias = (rng.normal(0.02, 0.02, shape).astype(BF16) for shape in ((vocab, width), (vocab,)))
+    targets, dx = rng.integers(0, vocab, (1, num_rows)).astype(np.int32), (rng.standard_normal((1, num_rows, width)) / 1e3).astype(BF16)
+    z = x[0].astype(np.float64) @ w.T.astype(np.float64) + bias.astype(np.float64)
+    lse = np.log(np.exp(z).sum(axis=1))
+    p = np.exp(z - lse[:, None])
+    p[np.arange(num_rows), targets[0]] -= 1
+    exact = p @ w.astype(np.float64) + (0 if first else dx[0].astype(np.float64))
+    scratch, dbias = np.empty(head_scratch_nbytes(num_rows, vocab, width), np.uint8), np.zeros(vocab, np.float32)
+    arrays = [x, w, bias, targets, lse[None].astype(np.float32), dx, dbias, scratch]
+    constants = {"num_c": 1, "v_start": 0, "scale": 1.0, "first": first, "accumulate": False, "how": Head(has_bias=True, has_dbias=True)}
+    kernel("head_backward", "cuda")(*map(on_device, arrays), **constants)
+    rounding = np.linalg.norm(exact.astype(BF16).astype(np.float64) - exact)
+    assert np.linalg.norm(dx[0].astype(np.float64) - exact) <= 1.3 * rounding
+    np.testing.assert_allclose(dbias, p.sum(axis=0), atol=1e-3)
 
 
 @needs_compiler

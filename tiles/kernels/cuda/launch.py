@@ -197,10 +197,6 @@ class KernelSource:
         threads = threads_for(x.shape[-1])
         self.start(kernel, x.dtype, *arguments, grid=(x.size // x.shape[-1], 1, 1), threads=threads, shared=4 * threads * numbers)
 
-    def by_column(self, kernel: str, x: DeviceArray, *arguments: Argument, numbers: int = 1) -> None:
-        """Start a kernel with 256 threads for each 32 columns of `x`."""
-        self.start(kernel, x.dtype, *arguments, grid=(-(-x.shape[-1] // 32), 1, 1), shared=4 * 256 * numbers)
-
 
 def threads_for(width: int) -> int:
     """Return a power of two, from 32 to 1024: the number of threads for a row of `width` numbers, about eight for each."""

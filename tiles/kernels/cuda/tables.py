@@ -5,7 +5,8 @@ The program must refuse ids outside the vocabulary when it reads them, since GPU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate as accumulate_sizes
 from typing import Any, Final
 
 import numpy as np
@@ -14,13 +15,14 @@ from ..reference.loss import PLAIN, Head, backward_tiles, forward_tiles
 from ..reference.random import mix, threshold
 from ..registry import register
 from .array import DeviceArray
-from .elementwise import fill
+from .elementwise import add_float, fill
 from .launch import THREADS, KernelSource, device
+from .many import pieces_of
 
 _source = KernelSource("tables")
 _FLOAT: Final = np.dtype(np.float32)
-COLUMNS: Final = 1024
-"""Number of logits per row that exist at a time, the same as on the CPU, whose scratch is declared."""
+COLUMNS: Final = 8192
+"""Number of logits per row that exist at a time."""
 _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
 
 
@@ -40,12 +42,30 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
     _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), shared=8 * THREADS)
 
 
+def head_scratch_nbytes(num_rows: int, num_columns: int, width: int) -> int:
+    """Return the working memory of a task of the head: one block of logits, and in a backward pass of bf16 tiles dx in fp32.
+
+    Args:
+        num_rows: number of tokens.
+        num_columns: number of rows of the vocabulary tile.
+        width: number of features of all tiles of dx; 0 if no dx has to be summed.
+    """
+    return 4 * num_rows * (min(COLUMNS, num_columns) + width)
+
+
+def _blocks(num_columns: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of blocks of columns: rows of logits are multiples of 16 bytes but for a block of the last few columns."""
+    whole = num_columns - num_columns % 8
+    for first in range(0, whole, COLUMNS):
+        yield first, min(first + COLUMNS, whole)
+    if whole < num_columns:
+        yield whole, num_columns
+
+
 def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceArray | None, cap: float, scratch: DeviceArray) -> Any:
     """Yield (first column, last column, logits in fp32) for each block of columns."""
-    num_rows, num_columns = xs[0].shape[0], ws[0].shape[0]
-    for first in range(0, num_columns, COLUMNS):
-        last = min(first + COLUMNS, num_columns)
-        s = scratch.at(np.float32, num_rows, last - first)
+    for first, last in _blocks(ws[0].shape[0]):
+        s = scratch.at(_FLOAT, xs[0].shape[0], last - first)
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
             device().gemm(x, w[first:last], s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0)
         if bias is not None or cap:
@@ -77,20 +97,40 @@ def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, f
     """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`."""
     given = backward_tiles(tiles, num_c, how)
     xs, dxs, short = [x.rows() for x in given.xs], [dx.rows() for dx in given.dxs], given.xs[0].dtype
+    sums = dxs if short == _FLOAT else _sums_behind_logits(given.scratch, dxs, given.ws[0].shape[0])
     for start, end, s in _logits(xs, given.ws, given.bias, how.cap, given.scratch):
         numbers = (np.int32(v_start + start), np.int32(s.shape[1]), np.float32(scale), np.float32(how.cap))
         arrays = (s, given.targets, given.lse, given.factor)
-        _source.start("logit_gradients", short, *arrays, *numbers, grid=(s.shape[0], 1, 1), shared=4 * THREADS)
+        _source.start("logit_gradients", short, *arrays, *numbers, grid=(s.shape[0], 1, 1))
         stride = s.shape[1] * s.dtype.itemsize // short.itemsize
         p = s.at(short, *s.shape)
         if given.dbias is not None:
-            extents = (np.int32(s.shape[0]), np.int32(s.shape[1]), np.int32(stride))
-            _source.by_column("gradient_columns", p, p, given.dbias[start:end], *extents)
-        for w, dx in zip(given.ws, dxs, strict=True):
-            onto = not first or start > 0
+            _gradient_columns(p, given.dbias[start:end], stride)
+        for w, dx in zip(given.ws, sums, strict=True):
+            onto = start > 0 or (sums is dxs and not first)
             device().gemm(p, w[start:end], dx, trans_a=False, trans_b=False, alpha=1.0, accumulate=onto, stride_a=stride)
         for x, dw in zip(xs, given.dws, strict=bool(given.dws)):
             device().gemm(p, x, dw[start:end], trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate, stride_a=stride)
+    if sums is not dxs:
+        for dx, dx_sum in zip(dxs, sums, strict=True):
+            add_float(dx_sum, dx, accumulate=not first)
+
+
+def _sums_behind_logits(scratch: DeviceArray, dxs: Sequence[DeviceArray], num_columns: int) -> list[DeviceArray]:
+    """Return arrays in fp32 for the sums of dx over blocks of columns, which are rounded once at the end."""
+    ends = accumulate_sizes([head_scratch_nbytes(dxs[0].shape[0], num_columns, 0), *(4 * dx.size for dx in dxs)])
+    return [DeviceArray(scratch.address + end, dx.shape, _FLOAT) for end, dx in zip(ends, dxs, strict=False)]
+
+
+def _gradient_columns(p: DeviceArray, dbias: DeviceArray, stride: int) -> None:
+    """dbias = sums of the columns of p, whose rows begin `stride` elements apart."""
+    num_rows, width = p.shape
+    pieces = pieces_of(num_rows, width)
+    out = device().partials.at(_FLOAT, pieces, width) if pieces > 1 else dbias
+    grid = (-(-width // 32), pieces, 1)
+    _source.start("gradient_columns", p.dtype, p, out, np.int32(num_rows), np.int32(width), np.int32(stride), grid=grid, shared=4 * THREADS)
+    if pieces > 1:
+        _source.start("gradient_columns_of_pieces", p.dtype, out, dbias, np.int32(pieces), np.int32(width), grid=(grid[0], 1, 1), shared=4 * THREADS)
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:

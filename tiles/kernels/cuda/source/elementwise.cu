@@ -58,6 +58,15 @@ KERNEL from_float(const float *x, T *out, long long count) {
 }
 EXPORT(from_float)
 
+// out (+)= sum, rounded once
+KERNEL add_float(const float *sum, T *out, int accumulate, long long count) {
+    if (accumulate)
+        map(count, [](float x, float y) { return x + y; }, out, out, sum);
+    else
+        map(count, [](float x) { return x; }, out, sum);
+}
+EXPORT(add_float)
+
 // out[b] = x[b] + p[:t]; `row` elements of p take part
 KERNEL add_rows(const T *x, const T *p, T *out, long long row, long long count) {
     EACH(i, count) out[i] = narrow<T>(widen(x[i]) + widen(p[i % row]));

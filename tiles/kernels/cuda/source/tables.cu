@@ -1,6 +1,7 @@
 // Table lookup, the loss of a linear head, tokens of sequences, random numbers.
 
 #include "common.cuh"
+#include "columns.cuh"
 
 // x[n] = table[tokens[n] - v_start] where this tile has the row; the first tile zeroes the rest
 KERNEL embedding(const int *tokens, const T *table, T *x, int v_start, int num_rows, int width, int accumulate, long long count) {
@@ -18,19 +19,28 @@ EXPORT(embedding)
 // dtable[tokens[n]] += dy[n] in the order of n. Grid: one block a token; the block of a token's first occurrence adds all of them, so nothing is added
 // at once. A piece of tokens is searched by all threads; most have none of the row, and end there.
 KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_start, int num_rows, int width, int num_tokens) {
-    SHARED(float, buffer);
+    SHARED(int, is_here);
+    int *places = is_here + blockDim.x;
     int t = threadIdx.x, first = blockIdx.x, token = tokens[first], row = token - v_start;
     if (row < 0 || row >= num_rows) return;
-    float *target = dtable + (long long)row * width, *found = buffer + blockDim.x;
+    float *target = dtable + (long long)row * width;
     for (int start = 0; start < num_tokens; start += blockDim.x) {
-        int n = start + t, is_here = n < num_tokens && tokens[n] == token;
-        if (block_max(is_here && n < first ? 1.0f : 0.0f, buffer) > 0.0f) return;
-        if (block_max(is_here ? 1.0f : 0.0f, buffer) == 0.0f) continue;
-        found[t] = is_here ? 1.0f : 0.0f;
+        int n = start + t, found = n < num_tokens && tokens[n] == token;
+        if (__syncthreads_or(found && n < first)) return;
+        if (!__syncthreads_or(found)) continue;
+        is_here[t] = found;
         __syncthreads();
-        for (int m = 0; m < (int)blockDim.x; m++)
-            if (found[m] > 0.0f)
-                for (int j = t; j < width; j += blockDim.x) target[j] += widen(dy[(long long)(start + m) * width + j]);
+        int count = 0;
+        for (int m = 0; m < (int)blockDim.x; m++) {
+            if (m == t && found) places[count] = n;
+            count += is_here[m];
+        }
+        __syncthreads();
+        for (int j = t; j < width; j += blockDim.x) {
+            float sum = target[j];
+            for (int m = 0; m < count; m++) sum += widen(dy[(long long)places[m] * width + j]);
+            target[j] = sum;
+        }
         __syncthreads();
     }
 }
@@ -45,15 +55,30 @@ KERNEL shape_logits(float *logits, const T *bias, float cap, int width, long lon
 }
 EXPORT(shape_logits)
 
-// A block of logits (R, N), of columns [v_start, v_start + N) of the vocabulary: each row's running maximum and sum of exponentials, the target's logit
+// A block of logits (R, N), of columns [v_start, v_start + N) of the vocabulary: each row's running maximum and sum of exponentials, the target's logit.
+// A thread reads N logits at a time, and each logit once: its sum follows its maximum.
+template <int N> __device__ inline void add_to_statistics(const float *row, int width, float &top, float &sum) {
+    for (int j = threadIdx.x * N; j < width; j += blockDim.x * N) {
+        Numbers<float, N> z = load<N>(row + j);
+        float before = top;
+        UNROLLED
+        for (int e = 0; e < N; e++) top = larger(z.x[e], top);
+        sum = before != -INFINITE ? sum * expf(before - top) : 0.0f;
+        UNROLLED
+        for (int e = 0; e < N; e++) sum += expf(z.x[e] - top);
+    }
+}
+
 KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first) {
     SHARED(float, buffer);
     const float *row = logits + (long long)blockIdx.x * width;
-    float before = first ? -INFINITE : peak[blockIdx.x], top = before, sum = 0.0f;
-    for (int j = threadIdx.x; j < width; j += blockDim.x) top = larger(top, row[j]);
-    top = block_max(top, buffer);
-    for (int j = threadIdx.x; j < width; j += blockDim.x) sum += expf(row[j] - top);
-    sum = block_sum(sum, buffer);
+    float before = first ? -INFINITE : peak[blockIdx.x], own = -INFINITE, sum = 0.0f;
+    if (width % 8 == 0 && are_aligned(logits))
+        add_to_statistics<8>(row, width, own, sum);
+    else
+        add_to_statistics<1>(row, width, own, sum);
+    float top = larger(block_max(own, buffer), before);
+    sum = block_sum(own != -INFINITE ? sum * expf(own - top) : sum, buffer);
     if (threadIdx.x == 0) {
         int column = targets[blockIdx.x] - v_start;
         float chosen = first ? 0.0f : picked[blockIdx.x];
@@ -64,42 +89,56 @@ KERNEL add_logits(const float *logits, const int *targets, float *peak, float *t
 }
 EXPORT(add_logits)
 
+// N numbers of a thread at a time: a piece of the row is read by all threads before they write over its beginning
+template <int N>
+__device__ inline void logits_to_gradients(float *row, float lse, int target, int is_ignored, float scale, float cap, int width) {
+    T *out = (T *)row;
+    for (int start = 0; start < width; start += blockDim.x * N) {
+        int j = start + threadIdx.x * N;
+        Numbers<T, N> p;
+        if (j < width) {
+            Numbers<float, N> z = load<N>(row + j);
+            UNROLLED
+            for (int e = 0; e < N; e++) {
+                float slope = is_ignored ? 0.0f : scale * (expf(z.x[e] - lse) - (j + e == target ? 1.0f : 0.0f));
+                p.x[e] = narrow<T>(cap > 0.0f ? slope * (1.0f - z.x[e] / cap * (z.x[e] / cap)) : slope);
+            }
+        }
+        __syncthreads();
+        if (j < width) store<N>(out + j, p);
+    }
+}
+
 // p = scale factor (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place; rows of `width` elements T at the beginning of rows of floats.
 // Of logits cap tanh(z / cap), the gradients by z: times 1 - tanh^2.
 KERNEL logit_gradients(float *logits, const int *targets, const float *lse, const float *factor, int v_start, int width, float scale, float cap) {
-    SHARED(float, buffer);
     float *row = logits + (long long)blockIdx.x * width;
-    T *out = (T *)row;
     int target = targets[blockIdx.x];
     if (factor) scale *= factor[0];
-    for (int start = 0; start < width; start += blockDim.x) {  // a piece is read whole before its place is written
-        int j = start + threadIdx.x;
-        if (j < width) {
-            float p = target < 0 ? 0.0f : scale * (expf(row[j] - lse[blockIdx.x]) - (j == target - v_start ? 1.0f : 0.0f));
-            buffer[threadIdx.x] = cap > 0.0f ? p * (1.0f - row[j] / cap * (row[j] / cap)) : p;
-        }
-        __syncthreads();
-        if (j < width) out[j] = narrow<T>(buffer[threadIdx.x]);
-        __syncthreads();
-    }
+    if (width % 8 == 0 && are_aligned(logits))
+        logits_to_gradients<8>(row, lse[blockIdx.x], target - v_start, target < 0, scale, cap, width);
+    else
+        logits_to_gradients<1>(row, lse[blockIdx.x], target - v_start, target < 0, scale, cap, width);
 }
 EXPORT(logit_gradients)
 
-// Sums of the columns of p (R, N), whose rows begin `stride` elements apart: as column_sums
-KERNEL gradient_columns(const T *p, float *total, int num_rows, int width, int stride) {
+// Sums of the columns of a piece of the rows of p (R, N), whose rows begin `stride` elements apart, to out (pieces, N). Grid: (groups of 32 columns, pieces)
+KERNEL gradient_columns(const T *p, float *out, int num_rows, int width, int stride) {
     SHARED(float, buffer);
-    int column = blockIdx.x * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
+    int column = blockIdx.x * 32 + threadIdx.x % 32, end = first_of_piece(num_rows, blockIdx.y + 1, gridDim.y);
     float sum = 0.0f;
     if (column < width)
-        for (int r = lane; r < num_rows; r += 8) sum += widen(p[(long long)r * stride + column]);
-    buffer[threadIdx.x] = sum;
-    __syncthreads();
-    if (lane == 0 && column < width) {
-        for (int l = 1; l < 8; l++) sum += buffer[l * 32 + threadIdx.x];
-        total[column] = sum;
-    }
+        for (int r = first_of_piece(num_rows, blockIdx.y, gridDim.y) + threadIdx.x / 32; r < end; r += LANES)
+            sum += widen(p[(long long)r * stride + column]);
+    add_lanes<1>(&sum, buffer, out + (long long)blockIdx.y * width, column, width, 0);
 }
 EXPORT(gradient_columns)
+
+KERNEL gradient_columns_of_pieces(const float *partial, float *total, int num_pieces, int width) {
+    SHARED(float, buffer);
+    add_pieces(partial, total, blockIdx.x * 32 + threadIdx.x % 32, num_pieces, width, width, 0, buffer);
+}
+EXPORT(gradient_columns_of_pieces)
 
 // loss = scale factor * sum of (lse - picked) over tokens that count, in double: one block, thread t takes tokens t, t + blockDim.x, ...
 KERNEL head_finish(
