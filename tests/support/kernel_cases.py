@@ -16,9 +16,9 @@ from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes as whole_scr
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
-from tiles.kernels.cuda.tables import head_scratch_nbytes as device_head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
+from tiles.kernels.cuda.tables import head_scratch_nbytes as device_head_scratch
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import cuda_cases
 from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
 from support.cuda_emulator import COMPILER, Emulator, on_device
 from support.kernel_cases import PATTERNS, Maker, patterned_attention, patterned_backward
@@ -166,7 +168,7 @@ def test_sums_over_many_rows(width: int, accumulate: bool, dtype: type, backward
 @needs_compiler
 @pytest.mark.parametrize("first", [False, True])
 def test_the_gradient_of_a_large_vocabulary_is_rounded_once(first: bool, emulator: Emulator) -> None:
-    """bf16, 8 blocks of columns, weights with a common mean: dx away from the exact one by little more than its own rounding, and biases of 130 rows."""
+    """bf16, 8 blocks of columns, weights with a common mean. The error of dx is about that of its rounding; sums of columns are right."""
     emulator.backwards = False
     rng, num_rows, vocab, width = np.random.default_rng(0), 130, 50257, 16
     x = rng.standard_normal((1, num_rows, width)).astype(BF16)
@@ -184,6 +186,34 @@ def test_the_gradient_of_a_large_vocabulary_is_rounded_once(first: bool, emulato
     rounding = np.linalg.norm(exact.astype(BF16).astype(np.float64) - exact)
     assert np.linalg.norm(dx[0].astype(np.float64) - exact) <= 1.3 * rounding
     np.testing.assert_allclose(dbias, p.sum(axis=0), atol=1e-3)
+
+
+def wide_cases(make: Maker) -> Iterator[tuple[str, list[np.ndarray], dict[str, Any]]]:
+    """(operation, arguments, constants) of rows that 16 bytes divide, those of one row's threads and more."""
+    for width in (16, 328):
+        x, y, z, row, more = make(3, 5, width), make(3, 5, width), make(3, 5, width), make(width), make(width)
+        eps, statistics = {"eps": 1e-5}, [np.empty((3, 5), np.float32), np.empty((3, 5), np.float32)]
+        yield "add_rows", [x, make(6, width), y], {}
+        yield "gate_backward", [x, y, z, make(3, 5, width), make(3, 5, width)], {"kind": "gelu_new"}
+        yield "activation_backward", [x, y, z], {"kind": "gelu_new"}
+        yield "linear_bias", [make(3, 5, 6), make(6, width), row, y], {"trans_b": False}
+        yield "linear_activation", [make(3, 5, 6), make(6, width), row, y, z], {"kind": "gelu_new", "trans_b": False, "accumulate": False}
+        yield "layer_norm", [x, row, more, y, *statistics], eps
+        yield "residual_rms_norm", [x, y, row, z, make(3, 5, width), statistics[0]], eps
+        yield "layer_norm_backward", [x, row, *statistics, y, z, make(3, 5, width), row * 0, row * 0], {"accumulate": False, "residual": True}
+        yield "attention_delta", [x, y, np.empty((3, width // 8, 5), np.float32)], {"head_size": 8}
+        yield "attention_delta", [x, y, np.empty((3, 1, 5), np.float32)], {"head_size": width}
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
+def test_wide_rows(dtype: type, emulator: Emulator) -> None:
+    """Kernels that read and write 16 bytes at a time where rows allow that."""
+    emulator.backwards = False
+    for op, args, constants in wide_cases(Maker(np.float32)):
+        kept = cuda_cases.FLOATS.get(op, ())
+        args = [arg if place in kept or place - len(args) in kept else arg.astype(dtype) for place, arg in enumerate(args)]
+        check(op, args, constants, rtol=3e-2 if dtype == BF16 else 2e-4, atol=3e-2 if dtype == BF16 else 2e-5)
 
 
 @needs_compiler

@@ -18,7 +18,7 @@ from ..reference.buckets import Buckets
 from ..reference.random import threshold
 from ..registry import BF16, register
 from .array import DeviceArray
-from .launch import KernelSource, device
+from .launch import THREADS, KernelSource, device
 from .library_attention import may_take, shape_of
 
 _source = KernelSource("attention")
@@ -133,8 +133,8 @@ def attention(
 @register("attention_delta", "cuda")
 def attention_delta(o: DeviceArray, do: DeviceArray, delta: DeviceArray, *, head_size: int) -> None:
     """delta = row sums of do * o per head  # (b, h, t)."""
-    numbers = (np.int32(o.shape[1]), np.int32(o.shape[2] // head_size), np.int32(head_size))
-    _source.each("attention_delta", o.dtype, delta.size, o, do, delta, *numbers)
+    numbers = (np.int32(o.shape[1]), np.int32(o.shape[2] // head_size), np.int32(head_size), np.int64(delta.size))
+    _source.start("attention_delta", o.dtype, o, do, delta, *numbers, grid=(-(-delta.size // (THREADS // 8)), 1, 1))
 
 
 @register("attention_backward", "cuda")

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
-from .many import SUMS_NBYTES, Task, blocks_for, by_type, filled, groups_of, pieces_of, table
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, blocks_for, device
+from .many import SUMS_NBYTES, Task, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
@@ -29,13 +29,13 @@ def accumulate(total: DeviceArray, addend: DeviceArray) -> None:
 @register("add", "cuda")
 def add(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
     """out = a + b."""
-    _source.each("add", out.dtype, out.size, a, b, out)
+    _source.each("add", out.dtype, out.size, a, b, out, is_wide=True)
 
 
 @register("scale", "cuda")
 def scale(x: DeviceArray, out: DeviceArray, *, alpha: float) -> None:
     """out = alpha * x."""
-    _source.each("scale", out.dtype, out.size, x, out, np.float32(alpha))
+    _source.each("scale", out.dtype, out.size, x, out, np.float32(alpha), is_wide=True)
 
 
 @register("copy", "cuda")
@@ -44,15 +44,15 @@ def copy(x: DeviceArray, out: DeviceArray) -> None:
     if x.dtype == out.dtype:
         scale(x, out, alpha=1.0)
     elif out.dtype == _FLOAT:
-        _source.each("to_float", x.dtype, x.size, x, out)
+        _source.each("to_float", x.dtype, x.size, x, out, is_wide=True)
     else:
-        _source.each("from_float", out.dtype, x.size, x, out)
+        _source.each("from_float", out.dtype, x.size, x, out, is_wide=True)
 
 
 @register("fill", "cuda")
 def fill(out: DeviceArray, *, value: float) -> None:
     """out = value everywhere."""
-    _source.each("fill", out.dtype, out.size, out, np.float32(value))
+    _source.each("fill", out.dtype, out.size, out, np.float32(value), is_wide=True)
 
 
 @register("add_into", "cuda")
@@ -66,13 +66,13 @@ def add_into(addend: DeviceArray, total: DeviceArray, *, accumulate: bool) -> No
 
 def add_float(sums: DeviceArray, out: DeviceArray, *, accumulate: bool) -> None:
     """out (+)= sums in fp32, rounded once."""
-    _source.each("add_float", out.dtype, out.size, sums, out, np.int32(accumulate))
+    _source.each("add_float", out.dtype, out.size, sums, out, np.int32(accumulate), is_wide=True)
 
 
 @register("add_rows", "cuda")
 def add_rows(x: DeviceArray, p: DeviceArray, out: DeviceArray) -> None:
     """out[b] = x[b] + p[:t]  # (mb, t, c) + (at least t, c)."""
-    _source.each("add_rows", x.dtype, x.size, x, p, out, np.int64(x.shape[1] * x.shape[2]))
+    _source.each("add_rows", x.dtype, x.size, x, p, out, np.int64(x.shape[1] * x.shape[2]), is_wide=True)
 
 
 @register("add_rows_backward", "cuda")
@@ -85,13 +85,13 @@ def add_rows_backward(dy: DeviceArray, dp: DeviceArray, *, accumulate: bool) -> 
 @register("activation", "cuda")
 def activation(x: DeviceArray, y: DeviceArray, *, kind: str) -> None:
     """y = activation(x)."""
-    _source.each("activation", x.dtype, x.size, x, y, _number(kind))
+    _source.each("activation", x.dtype, x.size, x, y, _number(kind), is_wide=True)
 
 
 @register("activation_backward", "cuda")
 def activation_backward(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, kind: str) -> None:
     """dx = dy * activation'(x)."""
-    _source.each("activation_backward", x.dtype, x.size, x, dy, dx, _number(kind))
+    _source.each("activation_backward", x.dtype, x.size, x, dy, dx, _number(kind), is_wide=True)
 
 
 def _number(kind: str) -> np.int32:
@@ -103,37 +103,37 @@ def _number(kind: str) -> np.int32:
 @register("silu_gate", "cuda")
 def silu_gate(gate: DeviceArray, up: DeviceArray, y: DeviceArray) -> None:
     """y = silu(gate) * up."""
-    _source.each("silu_gate", y.dtype, y.size, gate, up, y)
+    _source.each("silu_gate", y.dtype, y.size, gate, up, y, is_wide=True)
 
 
 @register("silu_gate_backward", "cuda")
 def silu_gate_backward(gate: DeviceArray, up: DeviceArray, dy: DeviceArray, dgate: DeviceArray, dup: DeviceArray) -> None:
     """Gradients of `silu_gate`."""
-    _source.each("silu_gate_backward", dy.dtype, dy.size, gate, up, dy, dgate, dup)
+    _source.each("silu_gate_backward", dy.dtype, dy.size, gate, up, dy, dgate, dup, is_wide=True)
 
 
 @register("gate", "cuda")
 def gate(gates: DeviceArray, up: DeviceArray, y: DeviceArray, *, kind: str) -> None:
     """y = activation(gates) * up."""
-    _source.each("gate", y.dtype, y.size, gates, up, y, _number(kind))
+    _source.each("gate", y.dtype, y.size, gates, up, y, _number(kind), is_wide=True)
 
 
 @register("gate_backward", "cuda")
 def gate_backward(gates: DeviceArray, up: DeviceArray, dy: DeviceArray, dgates: DeviceArray, dup: DeviceArray, *, kind: str) -> None:
     """Gradients of `gate`."""
-    _source.each("gate_backward", dy.dtype, dy.size, gates, up, dy, dgates, dup, _number(kind))
+    _source.each("gate_backward", dy.dtype, dy.size, gates, up, dy, dgates, dup, _number(kind), is_wide=True)
 
 
 @register("cap", "cuda")
 def cap(x: DeviceArray, y: DeviceArray, *, most: float) -> None:
     """y = most * tanh(x / most)."""
-    _source.each("cap", x.dtype, x.size, x, y, np.float32(most))
+    _source.each("cap", x.dtype, x.size, x, y, np.float32(most), is_wide=True)
 
 
 @register("cap_backward", "cuda")
 def cap_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: float) -> None:
     """dx = dy * (1 - (y / most)^2), from the output y of `cap`."""
-    _source.each("cap_backward", y.dtype, y.size, y, dy, dx, np.float32(most))
+    _source.each("cap_backward", y.dtype, y.size, y, dy, dx, np.float32(most), is_wide=True)
 
 
 @register("rotary", "cuda")
@@ -240,7 +240,7 @@ def add_biases(pairs: Sequence[tuple[DeviceArray, DeviceArray]]) -> None:
     """y += bias for each pair (y, bias)  # (R, N) + (N,)."""
     for alike in by_type([(pair, {}) for pair in pairs if pair[0].size]):
         rows = [tiles for tiles, _ in alike]
-        blocks = [blocks_for(y.size) for y, _ in rows]
+        blocks = [blocks_for(y.size, 16 // y.dtype.itemsize) for y, _ in rows]
         given = filled(_BIASED, rows, blocks, widths=[y.shape[-1] for y, _ in rows])
         _source.start("add_bias", rows[0][0].dtype, given, grid=(sum(blocks), 1, 1))
 
@@ -250,4 +250,4 @@ def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, tra
     """pre (+)= x @ op(w) [+ bias]; y = activation(rounded pre); rest is [bias,] pre, y."""
     *bias, pre, y = rest
     matmul(x, w, pre, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
-    _source.each("bias_activation", pre.dtype, pre.size, pre, bias[0] if bias else None, y, _number(kind), np.int32(pre.shape[-1]))
+    _source.each("bias_activation", pre.dtype, pre.size, pre, bias[0] if bias else None, y, _number(kind), np.int32(pre.shape[-1]), is_wide=True)

@@ -24,7 +24,7 @@ SOURCES: Final = Path(__file__).parent / "source"
 NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "flash_options", "pages")
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
-MOST_BLOCKS: Final = 4096
+MOST_BLOCKS: Final = 65536
 MOST_BLOCKS_ASIDE: Final = 65535
 """Largest number of blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
 PARTIALS_NBYTES: Final = 8 << 20
@@ -186,9 +186,9 @@ class KernelSource:
         packed.fill(arguments)
         device().start(self.name, ELEMENTS[element], kernel, grid, threads, shared, packed)
 
-    def each(self, kernel: str, element: np.dtype[Any], count: int, *arguments: Argument) -> None:
-        """Start a kernel that processes `count` numbers; `count` is its last argument."""
-        blocks = min(MOST_BLOCKS, -(-count // THREADS))
+    def each(self, kernel: str, element: np.dtype[Any], count: int, *arguments: Argument, is_wide: bool = False) -> None:
+        """Start a kernel that processes `count` numbers, 16 bytes at a time if `is_wide`; `count` is its last argument."""
+        blocks = blocks_for(count, 16 // element.itemsize if is_wide else 1)
         if blocks:
             self.start(kernel, element, *arguments, np.int64(count), grid=(blocks, 1, 1))
 
@@ -196,6 +196,11 @@ class KernelSource:
         """Start a kernel with a block for each row of `x` and `numbers` values of shared memory per thread."""
         threads = threads_for(x.shape[-1])
         self.start(kernel, x.dtype, *arguments, grid=(x.size // x.shape[-1], 1, 1), threads=threads, shared=4 * threads * numbers)
+
+
+def blocks_for(count: int, per_thread: int = 1) -> int:
+    """Return the number of blocks of a kernel whose threads process `per_thread` of `count` numbers each, or more if there are too many."""
+    return min(MOST_BLOCKS, -(-count // (per_thread * THREADS)))
 
 
 def threads_for(width: int) -> int:

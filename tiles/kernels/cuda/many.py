@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from .array import DeviceArray
-from .launch import MOST_BLOCKS, THREADS
 
 Task = tuple[Sequence[DeviceArray], Mapping[str, Any]]
 """The tiles and the constants of a task."""
@@ -49,11 +48,6 @@ def filled(kind: np.dtype[Any], rows: Sequence[Row], blocks: Sequence[int], **nu
     for name, own in numbers.items():
         result[name][: len(rows)] = own
     return result[()]
-
-
-def blocks_for(count: int) -> int:
-    """Return the number of blocks of a kernel that processes `count` numbers, one a thread."""
-    return min(MOST_BLOCKS, -(-count // THREADS))
 
 
 def pieces_of(num_rows: int, width: int) -> int:

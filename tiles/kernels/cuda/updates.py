@@ -10,13 +10,15 @@ import numpy as np
 from ..reference.optimizer import split
 from ..registry import register, register_many
 from .array import DeviceArray
-from .launch import THREADS, KernelSource, device
-from .many import MOST_TILES, Row, Task, blocks_for, by_type, filled, in_starts, table
+from .launch import THREADS, KernelSource, blocks_for, device
+from .many import MOST_TILES, Row, Task, by_type, filled, in_starts, table
 
 _source = KernelSource("updates")
 _FLOAT: Final = np.dtype(np.float32)
 MOST_PARTIALS: Final = 1024
 """Largest number of blocks that sum one tile."""
+_PER_THREAD: Final = 16
+"""Number of weights that a thread of `adam` updates, so that terms in double precision are few beside them."""
 _SQUARED: Final = table("x", "sums")
 _MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("groups",))
 _SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
@@ -39,7 +41,7 @@ def adam_many(tasks: Sequence[Task]) -> None:
             alike.setdefault(key, []).append(((param, grad, m, v, master), constants["row"]))
     for (dtype, hyper, norm, max_norm, decoupled), tiles in alike.items():
         for some in in_starts(tiles):
-            blocks = [blocks_for(tile[0].size) for tile, _ in some if tile[0] is not None]
+            blocks = [blocks_for(tile[0].size, _PER_THREAD) for tile, _ in some if tile[0] is not None]
             given = filled(_MOVED, [tile for tile, _ in some], blocks, groups=[row for _, row in some])
             _source.start("adam", dtype, given, hyper, norm, np.float64(max_norm), np.int32(decoupled), grid=(sum(blocks), 1, 1))
 
@@ -79,7 +81,7 @@ def sum_squares_many(tasks: Sequence[Task]) -> None:
         blocks = [max(1, min(MOST_PARTIALS, -(-x.size // (16 * THREADS)))) for x, _ in rows]
         given, partials = filled(_SQUARED, rows, blocks), device().partials.at(np.float64, sum(blocks))
         _source.start("squares", rows[0][0].dtype, given, partials, grid=(sum(blocks), 1, 1), shared=8 * THREADS)
-        _source.start("add_parts", _FLOAT, given, partials, grid=(len(rows), 1, 1), threads=1)
+        _source.start("add_parts", _FLOAT, given, partials, grid=(len(rows), 1, 1), shared=8 * THREADS)
 
 
 @register("sum_scalars", "cuda")

@@ -92,14 +92,26 @@ KERNEL attention(const T *q, const T *k, const T *v, T *o, float *peak, float *t
 }
 EXPORT(attention)
 
-// delta = row sums of do * o per head  // (b, h, t); one thread a number
-KERNEL attention_delta(const T *o, const T *grad, float *delta, int length, int heads, int size, long long count) {
-    EACH(n, count) {
-        long long i = n % length, h = n / length % heads, b = n / length / heads, at = ((b * length + i) * heads + h) * size;
-        float sum = 0.0f;
-        for (int d = 0; d < size; d++) sum += widen(o[at + d]) * widen(grad[at + d]);
-        delta[n] = sum;
+// delta = row sums of do * o per head  // (b, h, t); 8 lanes a row, rows in the order of o
+template <int N> __device__ inline float part_of_delta(const T *o, const T *grad, int size) {
+    float sum = 0.0f;
+    for (int d = threadIdx.x % 8 * N; d < size; d += 8 * N) {
+        Numbers<T, N> x = load<N>(o + d), g = load<N>(grad + d);
+        UNROLLED
+        for (int e = 0; e < N; e++) sum += widen(x.x[e]) * widen(g.x[e]);
     }
+    return sum;
+}
+
+KERNEL attention_delta(const T *o, const T *grad, float *delta, int length, int heads, int size, long long num_rows) {
+    long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 8;
+    float sum = 0.0f;
+    if (row < num_rows) {
+        bool is_wide = size % WIDE == 0 && are_aligned(o, grad);
+        sum = is_wide ? part_of_delta<WIDE>(o + row * size, grad + row * size, size) : part_of_delta<1>(o + row * size, grad + row * size, size);
+    }
+    for (int mask = 1; mask < 8; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    if (row < num_rows && threadIdx.x % 8 == 0) delta[(row / heads / length * heads + row % heads) * length + row / heads % length] = sum;
 }
 EXPORT(attention_delta)
 

@@ -97,6 +97,24 @@ template <int N, class U> __device__ inline Numbers<U, N> load(const U *x) { ret
 
 template <int N, class U> __device__ inline void store(U *x, Numbers<U, N> numbers) { *(Numbers<U, N> *)x = numbers; }
 
+// A loop over the pieces of N numbers of `count`, i the first number of each: this thread's share of them
+#define EACH_PIECE(i, N, count)                                                                                    \
+    for (long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * N; i < (count); i += (long long)gridDim.x * blockDim.x * N)
+
+// Column of number i of rows whose width is a multiple of N; fewer than 2^32 pieces of more than one number have 32 bits
+template <int N> __device__ inline int column_of(long long i, int width) {
+    return N == 1 ? (int)(i % width) : (int)((u32)(i / N) % (u32)(width / N)) * N;
+}
+
+// a / b within 2 ulp
+__device__ inline float quotient(float a, float b) {
+#ifdef EMULATED
+    return a / b;
+#else
+    return __fdividef(a, b);
+#endif
+}
+
 // Whether all arrays begin at multiples of 16 bytes; an array that is missing does
 template <class... U> __device__ inline bool are_aligned(const U *...x) { return (((u64)x | ...) & 15) == 0; }
 

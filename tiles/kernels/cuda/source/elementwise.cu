@@ -9,18 +9,21 @@
 
 enum { GELU_NEW, GELU, RELU, SILU, TANH };
 
+// (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+__device__ inline float sigmoid(float x) { return quotient(1.0f, 1.0f + expf(-x)); }
+
 __device__ inline float activate(float x, int kind) {
-    if (kind == GELU_NEW) return 0.5f * x * (1.0f + tanhf(GELU_SCALE * (x + GELU_CUBIC * x * x * x)));
+    if (kind == GELU_NEW) return x * sigmoid(2.0f * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
     if (kind == GELU) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
     if (kind == RELU) return x > 0.0f || x != x ? x : 0.0f;
     if (kind == TANH) return tanhf(x);
-    return x / (1.0f + expf(-x));
+    return x * sigmoid(x);
 }
 
 __device__ inline float slope(float x, int kind) {
     if (kind == GELU_NEW) {
-        float t = tanhf(GELU_SCALE * (x + GELU_CUBIC * x * x * x));
-        return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x * x);
+        float s = sigmoid(2.0f * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
+        return s + 2.0f * x * s * (1.0f - s) * GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x * x);
     }
     if (kind == GELU) return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * expf(-0.5f * x * x) * 0.3989422804014327f;
     if (kind == RELU) return x > 0.0f ? 1.0f : 0.0f;
@@ -28,33 +31,52 @@ __device__ inline float slope(float x, int kind) {
         float t = tanhf(x);
         return (1.0f - t) * (1.0f + t);
     }
-    float s = 1.0f / (1.0f + expf(-x));
+    float s = sigmoid(x);
     return s * (1.0f + x * (1.0f - s));
+}
+
+// Code for each activation, so that loops have no branches: `work` gets its number as a constant of a type
+template <int K> class Kind {
+  public:
+    static const int number = K;
+};
+
+template <class F> __device__ inline void with_kind(int kind, F work) {
+    if (kind == GELU_NEW)
+        work(Kind<GELU_NEW>());
+    else if (kind == GELU)
+        work(Kind<GELU>());
+    else if (kind == RELU)
+        work(Kind<RELU>());
+    else if (kind == TANH)
+        work(Kind<TANH>());
+    else
+        work(Kind<SILU>());
 }
 
 // out = a + b; out may be one of them
 KERNEL add(const T *a, const T *b, T *out, long long count) {
-    EACH(i, count) out[i] = narrow<T>(widen(a[i]) + widen(b[i]));
+    map(count, [](float x, float y) { return x + y; }, out, a, b);
 }
 EXPORT(add)
 
 KERNEL scale(const T *x, T *out, float alpha, long long count) {
-    EACH(i, count) out[i] = narrow<T>(alpha * widen(x[i]));
+    map(count, [=](float x) { return alpha * x; }, out, x);
 }
 EXPORT(scale)
 
 KERNEL fill(T *out, float value, long long count) {
-    EACH(i, count) out[i] = narrow<T>(value);
+    map(count, [=]() { return value; }, out);
 }
 EXPORT(fill)
 
 KERNEL to_float(const T *x, float *out, long long count) {
-    EACH(i, count) out[i] = widen(x[i]);
+    map(count, [](float x) { return x; }, out, x);
 }
 EXPORT(to_float)
 
 KERNEL from_float(const float *x, T *out, long long count) {
-    EACH(i, count) out[i] = narrow<T>(x[i]);
+    map(count, [](float x) { return x; }, out, x);
 }
 EXPORT(from_float)
 
@@ -69,7 +91,11 @@ EXPORT(add_float)
 
 // out[b] = x[b] + p[:t]; `row` elements of p take part
 KERNEL add_rows(const T *x, const T *p, T *out, long long row, long long count) {
-    EACH(i, count) out[i] = narrow<T>(widen(x[i]) + widen(p[i % row]));
+    if (row % WIDE == 0 && row < 1ll << 31 && are_aligned(x, p, out)) {
+        EACH_PIECE(i, WIDE, count)
+        store<WIDE>(out + i, applied<T>([](float x, float y) { return x + y; }, load<WIDE>(x + i), load<WIDE>(p + column_of<WIDE>(i, (int)row))));
+    } else
+        EACH(i, count) out[i] = narrow<T>(widen(x[i]) + widen(p[i % row]));
 }
 EXPORT(add_rows)
 
@@ -85,22 +111,39 @@ KERNEL add_rows_backward(const T *dy, float *dp, int batch, long long row, int a
 EXPORT(add_rows_backward)
 
 KERNEL activation(const T *x, T *y, int kind, long long count) {
-    EACH(i, count) y[i] = narrow<T>(activate(widen(x[i]), kind));
+    with_kind(kind, [=](auto k) { map(count, [](float x) { return activate(x, decltype(k)::number); }, y, x); });
 }
 EXPORT(activation)
 
 KERNEL activation_backward(const T *x, const T *dy, T *dx, int kind, long long count) {
-    EACH(i, count) dx[i] = narrow<T>(widen(dy[i]) * slope(widen(x[i]), kind));
+    with_kind(kind, [=](auto k) { map(count, [](float x, float d) { return d * slope(x, decltype(k)::number); }, dx, x, dy); });
 }
 EXPORT(activation_backward)
 
 // pre (+)= bias, y = activation(pre as rounded)  // (R, N), (N,)
-KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long long count) {
-    EACH(i, count) {
-        T sum = bias ? narrow<T>(widen(pre[i]) + widen(bias[i % width])) : pre[i];
-        pre[i] = sum;
-        y[i] = narrow<T>(activate(widen(sum), kind));
+template <int N, int KIND> __device__ inline void bias_activation_of(T *pre, const T *bias, T *y, int width, long long count) {
+    EACH_PIECE(i, N, count) {
+        Numbers<T, N> z = load<N>(pre + i);
+        if (bias) {
+            Numbers<T, N> more = load<N>(bias + column_of<N>(i, width));
+            UNROLLED
+            for (int e = 0; e < N; e++) z.x[e] = narrow<T>(widen(z.x[e]) + widen(more.x[e]));
+            store<N>(pre + i, z);
+        }
+        UNROLLED
+        for (int e = 0; e < N; e++) z.x[e] = narrow<T>(activate(widen(z.x[e]), KIND));
+        store<N>(y + i, z);
     }
+}
+
+KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long long count) {
+    bool is_wide = width % WIDE == 0 && are_aligned(pre, bias, y);
+    with_kind(kind, [=](auto k) {
+        if (is_wide)
+            bias_activation_of<WIDE, decltype(k)::number>(pre, bias, y, width, count);
+        else
+            bias_activation_of<1, decltype(k)::number>(pre, bias, y, width, count);
+    });
 }
 EXPORT(bias_activation)
 
@@ -111,53 +154,78 @@ struct Biased {
     int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES];
 };
 
+template <int N> __device__ inline void add_bias_to(T *y, const T *bias, int width, long long first, long long step, long long count) {
+    for (long long i = first * N; i < count; i += step * N) {
+        Numbers<T, N> z = load<N>(y + i), more = load<N>(bias + column_of<N>(i, width));
+        UNROLLED
+        for (int e = 0; e < N; e++) z.x[e] = narrow<T>(widen(z.x[e]) + widen(more.x[e]));
+        store<N>(y + i, z);
+    }
+}
+
 KERNEL add_bias(Biased given) {
     TILE_OF_BLOCK(tile, given);
     T *y = given.y[tile];
     const T *bias = given.bias[tile];
     int width = given.widths[tile];
-    EACH_OF(i, given, tile) y[i] = narrow<T>(widen(y[i]) + widen(bias[i % width]));
+    if (width % WIDE == 0 && are_aligned(y, bias))
+        add_bias_to<WIDE>(y, bias, width, NUMBER_OF_THREAD(given, tile), NUM_THREADS(given, tile), given.counts[tile]);
+    else
+        add_bias_to<1>(y, bias, width, NUMBER_OF_THREAD(given, tile), NUM_THREADS(given, tile), given.counts[tile]);
 }
 EXPORT(add_bias)
 
 KERNEL silu_gate(const T *gate, const T *up, T *y, long long count) {
-    EACH(i, count) y[i] = narrow<T>(activate(widen(gate[i]), SILU) * widen(up[i]));
+    map(count, [](float g, float u) { return activate(g, SILU) * u; }, y, gate, up);
 }
 EXPORT(silu_gate)
 
-KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *dup, long long count) {
-    EACH(i, count) {
-        float g = widen(gate[i]), d = widen(dy[i]), u = widen(up[i]);
-        dgate[i] = narrow<T>(d * u * slope(g, SILU));
-        dup[i] = narrow<T>(d * activate(g, SILU));
+// dgate = dy up activation'(gate), dup = dy activation(gate)
+template <int N, int KIND> __device__ inline void gate_backward_of(const T *gates, const T *up, const T *dy, T *dgates, T *dup, long long count) {
+    EACH_PIECE(i, N, count) {
+        Numbers<T, N> g = load<N>(gates + i), u = load<N>(up + i), d = load<N>(dy + i);
+        UNROLLED
+        for (int e = 0; e < N; e++) {
+            float x = widen(g.x[e]), factor = widen(d.x[e]);
+            g.x[e] = narrow<T>(factor * widen(u.x[e]) * slope(x, KIND));
+            u.x[e] = narrow<T>(factor * activate(x, KIND));
+        }
+        store<N>(dgates + i, g);
+        store<N>(dup + i, u);
     }
+}
+
+KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *dup, long long count) {
+    if (count % WIDE == 0 && are_aligned(gate, up, dy, dgate, dup))
+        gate_backward_of<WIDE, SILU>(gate, up, dy, dgate, dup, count);
+    else
+        gate_backward_of<1, SILU>(gate, up, dy, dgate, dup, count);
 }
 EXPORT(silu_gate_backward)
 
 KERNEL gate(const T *gates, const T *up, T *y, int kind, long long count) {
-    EACH(i, count) y[i] = narrow<T>(activate(widen(gates[i]), kind) * widen(up[i]));
+    with_kind(kind, [=](auto k) { map(count, [](float g, float u) { return activate(g, decltype(k)::number) * u; }, y, gates, up); });
 }
 EXPORT(gate)
 
 KERNEL gate_backward(const T *gates, const T *up, const T *dy, T *dgates, T *dup, int kind, long long count) {
-    EACH(i, count) {
-        float g = widen(gates[i]), d = widen(dy[i]), u = widen(up[i]);
-        dgates[i] = narrow<T>(d * u * slope(g, kind));
-        dup[i] = narrow<T>(d * activate(g, kind));
-    }
+    bool is_wide = count % WIDE == 0 && are_aligned(gates, up, dy, dgates, dup);
+    with_kind(kind, [=](auto k) {
+        if (is_wide)
+            gate_backward_of<WIDE, decltype(k)::number>(gates, up, dy, dgates, dup, count);
+        else
+            gate_backward_of<1, decltype(k)::number>(gates, up, dy, dgates, dup, count);
+    });
 }
 EXPORT(gate_backward)
 
 KERNEL cap(const T *x, T *y, float most, long long count) {
-    EACH(i, count) y[i] = narrow<T>(most * tanhf(widen(x[i]) / most));
+    map(count, [=](float x) { return most * tanhf(x / most); }, y, x);
 }
 EXPORT(cap)
 
 KERNEL cap_backward(const T *y, const T *dy, T *dx, float most, long long count) {
-    EACH(i, count) {
-        float t = widen(y[i]) / most;
-        dx[i] = narrow<T>(widen(dy[i]) * (1.0f - t) * (1.0f + t));
-    }
+    map(count, [=](float y, float d) { return d * (1.0f - y / most) * (1.0f + y / most); }, dx, y, dy);
 }
 EXPORT(cap_backward)
 

@@ -11,7 +11,6 @@
     int tile = 0;                                                                       \
     while (tile + 1 < given.num_tiles && given.begins[tile + 1] <= (int)blockIdx.x) tile++
 
-// index of this thread among those of its tile, and how many these are: for loops over the elements of the tile
-#define EACH_OF(i, given, tile)                                                                                       \
-    for (long long i = (long long)(blockIdx.x - given.begins[tile]) * blockDim.x + threadIdx.x; i < given.counts[tile]; \
-         i += (long long)(given.begins[tile + 1] - given.begins[tile]) * blockDim.x)
+// Index of this thread among those of its tile, and how many these are
+#define NUMBER_OF_THREAD(given, tile) ((long long)(blockIdx.x - given.begins[tile]) * blockDim.x + threadIdx.x)
+#define NUM_THREADS(given, tile) ((long long)(given.begins[tile + 1] - given.begins[tile]) * blockDim.x)

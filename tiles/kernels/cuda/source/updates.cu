@@ -10,28 +10,46 @@ struct Squared {
     int num_tiles, begins[MOST_TILES + 1];
 };
 
-// Sums of squares in double, part by part: `parts` has one number a block, and a second launch adds up those of each tile
-KERNEL squares(Squared given, double *parts) {
-    SHARED(double, sums);
-    TILE_OF_BLOCK(tile, given);
-    const T *x = given.x[tile];
-    double sum = 0.0;
-    EACH_OF(i, given, tile) sum += (double)widen(x[i]) * (double)widen(x[i]);
-    sums[threadIdx.x] = sum;
+// Sum of a number of every thread; the first one gets it  // `buffer`: blockDim.x doubles
+__device__ inline double block_total(double sum, double *buffer) {
+    buffer[threadIdx.x] = sum;
     __syncthreads();
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        if (threadIdx.x < half) buffer[threadIdx.x] += buffer[threadIdx.x + half];
         __syncthreads();
     }
-    if (threadIdx.x == 0) parts[blockIdx.x] = sums[0];
+    return buffer[0];
+}
+
+template <int N> __device__ inline double squares_of(const T *x, long long first, long long step, long long count) {
+    double sum = 0.0;
+    for (long long i = first * N; i < count; i += step * N) {
+        Numbers<T, N> numbers = load<N>(x + i);
+        UNROLLED
+        for (int e = 0; e < N; e++) sum += (double)widen(numbers.x[e]) * (double)widen(numbers.x[e]);
+    }
+    return sum;
+}
+
+// Sums of squares in double, part by part: `parts` has one number a block, and a second launch adds up those of each tile
+KERNEL squares(Squared given, double *parts) {
+    SHARED(double, buffer);
+    TILE_OF_BLOCK(tile, given);
+    const T *x = given.x[tile];
+    long long first = NUMBER_OF_THREAD(given, tile), step = NUM_THREADS(given, tile), count = given.counts[tile];
+    double sum = count % WIDE == 0 && are_aligned(x) ? squares_of<WIDE>(x, first, step, count) : squares_of<1>(x, first, step, count);
+    sum = block_total(sum, buffer);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 EXPORT(squares)
 
 // A block for each tile
 KERNEL add_parts(Squared given, const double *parts) {
+    SHARED(double, buffer);
     double sum = 0.0;
-    for (int block = given.begins[blockIdx.x]; block < given.begins[blockIdx.x + 1]; block++) sum += parts[block];
-    given.sums[blockIdx.x][0] = sum;
+    for (int block = given.begins[blockIdx.x] + threadIdx.x; block < given.begins[blockIdx.x + 1]; block += blockDim.x) sum += parts[block];
+    sum = block_total(sum, buffer);
+    if (threadIdx.x == 0) given.sums[blockIdx.x][0] = sum;
 }
 EXPORT(add_parts)
 
@@ -65,29 +83,67 @@ struct Moved {
     int num_tiles, begins[MOST_TILES + 1], groups[MOST_TILES];
 };
 
+struct AdamTerms {
+    float factor, b1, b2, rest1, rest2, keep, step, root, eps, weight_decay;
+    int decoupled;
+};
+
+template <int N>
+__device__ inline void adam_of(T *param, const float *grad, float *m, float *v, float *master, AdamTerms at, long long first, long long step, long long count) {
+    for (long long i = first * N; i < count; i += step * N) {
+        Numbers<T, N> rounded;
+        Numbers<float, N> p, g = load<N>(grad + i), mean = load<N>(m + i), square = load<N>(v + i);
+        if (master)
+            p = load<N>(master + i);
+        else {
+            rounded = load<N>(param + i);
+            UNROLLED
+            for (int e = 0; e < N; e++) p.x[e] = widen(rounded.x[e]);
+        }
+        UNROLLED
+        for (int e = 0; e < N; e++) {
+            float weight = p.x[e], slope = g.x[e] * at.factor;
+            if (at.decoupled)
+                weight *= at.keep;
+            else
+                slope += at.weight_decay * weight;
+            mean.x[e] = at.b1 * mean.x[e] + at.rest1 * slope;
+            square.x[e] = at.b2 * square.x[e] + at.rest2 * slope * slope;
+            p.x[e] = weight - at.step * mean.x[e] / (sqrtf(square.x[e]) / at.root + at.eps);
+            rounded.x[e] = narrow<T>(p.x[e]);
+        }
+        store<N>(m + i, mean);
+        store<N>(v + i, square);
+        if (master) store<N>(master + i, p);
+        store<N>(param + i, rounded);
+    }
+}
+
 // Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2)
 KERNEL adam(Moved given, const double *hyper, const double *norm, double max_norm, int decoupled) {
     TILE_OF_BLOCK(tile, given);
     const double *row = hyper + HYPER * given.groups[tile];
-    double lr = row[0], beta1 = row[3], beta2 = row[4], eps = row[5], weight_decay = row[6];
-    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
-    float keep = (float)(1.0 - lr * weight_decay), step = (float)(lr / row[1]), root = (float)sqrt(row[2]);
+    double lr = row[0], beta1 = row[3], beta2 = row[4], weight_decay = row[6];
+    AdamTerms at;
+    at.factor = clip_factor(norm, max_norm);
+    at.b1 = (float)beta1;
+    at.b2 = (float)beta2;
+    at.rest1 = (float)(1.0 - beta1);
+    at.rest2 = (float)(1.0 - beta2);
+    at.keep = (float)(1.0 - lr * weight_decay);
+    at.step = (float)(lr / row[1]);
+    at.root = (float)sqrt(row[2]);
+    at.eps = (float)row[5];
+    at.weight_decay = (float)weight_decay;
+    at.decoupled = decoupled;
     T *param = given.param[tile];
     const float *grad = given.grad[tile];
     float *m = given.m[tile], *v = given.v[tile], *master = given.master[tile];
-    EACH_OF(i, given, tile) {
-        float p = master ? master[i] : widen(param[i]), g = grad[i] * factor;
-        if (decoupled)
-            p *= keep;
-        else
-            g += (float)weight_decay * p;
-        float first = b1 * m[i] + (float)(1.0 - beta1) * g, second = b2 * v[i] + (float)(1.0 - beta2) * g * g;
-        m[i] = first;
-        v[i] = second;
-        p -= step * first / (sqrtf(second) / root + (float)eps);
-        if (master) master[i] = p;
-        param[i] = narrow<T>(p);
-    }
+    long long first = NUMBER_OF_THREAD(given, tile), step = NUM_THREADS(given, tile), count = given.counts[tile];
+    if (count % 4 == 0 && are_aligned(param, grad, m, v, master))
+        adam_of<4>(param, grad, m, v, master, at, first, step, count);
+    else
+        adam_of<1>(param, grad, m, v, master, at, first, step, count);
 }
 EXPORT(adam)
 
