@@ -1,8 +1,8 @@
 // Makes a kernel source run on a CPU, to test its arithmetic and its barriers without a GPU: g++ -std=c++17 -shared -DEMULATED -DELEMENT=float -include emulation.hpp
 //
-// The threads of a block are coroutines that one thread runs in turn: each goes on until its next barrier. They are made once, and run their share of
-// one block after another; they give way by jumps, for `swapcontext` asks the kernel about signals every time. A block in which some threads have ended
-// and others wait at a barrier is an error, and so is memory behind the shared memory that was asked for. What it cannot show: races between
+// The threads of a block are coroutines that one thread runs in turn: each goes on until its next barrier or exchange. They are made once, and run their share of
+// one block after another; they give way by jumps, for `swapcontext` asks the kernel about signals every time. Lanes of a warp hand each other numbers
+// between barriers, and must do so together. A block in which some threads have ended and others wait at a barrier is an error, and so is memory behind the shared memory that was asked for. What it cannot show: races between
 // barriers beyond those that show when threads run backwards.
 
 #pragma once
@@ -68,7 +68,20 @@ static __attribute__((noinline)) void leave(Resumption &from, Resumption &to) {
     if (!__builtin_setjmp(from.registers)) jump(to);
 }
 
-static inline void __syncthreads() { leave(emulated.threads[threadIdx.x].at, emulated.scheduler); }
+// Lets every other thread go on as far as this one has come.
+static inline void give_way() { leave(emulated.threads[threadIdx.x].at, emulated.scheduler); }
+
+static int num_waiting, num_barriers;
+
+static inline void __syncthreads() {
+    int passed = num_barriers;
+    if (++num_waiting == blockDim.x) {
+        num_waiting = 0;
+        num_barriers++;
+    }
+    do give_way();
+    while (passed == num_barriers);
+}
 
 static int any_of_block;
 
@@ -99,14 +112,14 @@ static inline u32 __float_as_uint(float x) {
     return bits;
 }
 
-// What lanes of a warp hand each other; every thread of a block calls these, as often as any other.
+// What lanes of a warp hand each other; every lane of a warp calls these, as often as any other.
 static u32 exchanged[1024][6];
 
 static inline float __shfl_xor_sync(u32, float x, int mask) {
     exchanged[threadIdx.x][0] = __float_as_uint(x);
-    __syncthreads();
+    give_way();
     float other = __uint_as_float(exchanged[threadIdx.x ^ mask][0]);
-    __syncthreads();
+    give_way();
     return other;
 }
 
@@ -119,7 +132,7 @@ static inline void mma(float *c, const u32 *a, u32 b0, u32 b1) {
     for (int n = 0; n < 4; n++) mine[n] = a[n];
     mine[4] = b0;
     mine[5] = b1;
-    __syncthreads();
+    give_way();
     int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
     for (int e = 0; e < 4; e++) {
         int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
@@ -131,13 +144,13 @@ static inline void mma(float *c, const u32 *a, u32 b0, u32 b1) {
         }
         c[e] += sum;
     }
-    __syncthreads();
+    give_way();
 }
 
 // Four 8 x 8 matrices whose rows the lanes have: lane 8 m + r that of row r of matrix m; each lane gets two numbers of a row, or of a column
 static inline void load4_of(u32 *x, const unsigned short *row, bool transposed) {
     memcpy(exchanged[threadIdx.x], &row, sizeof(row));
-    __syncthreads();
+    give_way();
     int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
     for (int m = 0; m < 4; m++) {
         unsigned short two[2];
@@ -149,7 +162,7 @@ static inline void load4_of(u32 *x, const unsigned short *row, bool transposed) 
         }
         x[m] = two[0] | (u32)two[1] << 16;
     }
-    __syncthreads();
+    give_way();
 }
 
 static inline void load4(u32 *x, const unsigned short *row) { load4_of(x, row, false); }
@@ -190,6 +203,8 @@ static inline void await_copies() {
 
 static inline float power_of_2(float x) { return exp2f(x); }
 
+static inline float log_to_2(float x) { return log2f(x); }
+
 static inline int min(int a, int b) { return a < b ? a : b; }
 
 static inline int max(int a, int b) { return a > b ? a : b; }
@@ -197,7 +212,7 @@ static inline int max(int a, int b) { return a > b ? a : b; }
 // A coroutine's life: one thread of one block after another.
 static void work() {
     for (;;) {
-        __syncthreads();
+        give_way();
         emulated.run();
         emulated.ended[threadIdx.x] = 1;
     }
@@ -229,15 +244,15 @@ template <class... A> struct Launch {
     void block(bool backwards) {
         int count = blockDim.x, left = count;
         emulated.ended.assign(count, 0);
+        num_waiting = 0;
         while (left) {
-            int before = left;
             for (int n = 0; n < count; n++) {
                 threadIdx.x = backwards ? count - 1 - n : n;
                 if (emulated.ended[threadIdx.x]) continue;
                 leave(emulated.scheduler, emulated.threads[threadIdx.x].at);
                 left -= emulated.ended[threadIdx.x];
             }
-            if (left && left != before) {
+            if (left && left < count && left == num_waiting) {
                 fprintf(stderr, "%d threads of a block wait at a barrier that the others have not reached\n", left);
                 abort();
             }

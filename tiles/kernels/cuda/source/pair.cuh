@@ -52,6 +52,11 @@ __device__ inline void range_of_queries(Pair at, int j, int &low, int &high) {
     high = j < at.tk ? end_of_queries(at, j + 1) : 0;
 }
 
+// Whether none of the queries [start, start + num_queries) sees any of the keys [from, from + num_keys), but for documents
+__device__ inline int sees_none(Pair at, int start, int num_queries, int from, int num_keys) {
+    return start >= at.tq || from >= end_of_keys(at, start + num_queries) || from + num_keys <= first_key(at, start);
+}
+
 // Whether each of the queries [start, start + num_queries) sees all keys [from, from + num_keys)
 __device__ inline int sees_all(Pair at, int start, int num_queries, int from, int num_keys) {
     return start + num_queries <= at.tq && from + num_keys <= end_of_keys(at, start + 1) && from >= first_key(at, start + num_queries - 1) &&
