@@ -273,6 +273,7 @@ COMMANDS: Final[dict[str, Callable[[Here], Iterator[Check]]]] = {
     "small_speed": lambda here: trainings.speed(here, "gpt2", 16),
     "host": trainings.host,
     "xl_speed": lambda here: trainings.speed(here, "gpt2-xl", 4),
+    "kernel_speed": trainings.kernel_speed,
     "small_profile": lambda here: trainings.profile(here, "gpt2", 16),
     "xl_profile": lambda here: trainings.profile(here, "gpt2-xl", 4),
     "attention": trainings.attention,

@@ -138,6 +138,17 @@ def profile(here: Here, size: str, minibatch: int) -> Iterator[Check]:
     yield "fused", lambda: run("")
 
 
+def kernel_speed(here: Here) -> Iterator[Check]:
+    """The kernels of a step one at a time, in graphs."""
+    from kernel_speed import measure
+
+    sizes = (
+        {"tiny": (1, 8, 1, 60)} if here.rehearse else {"GPT-2 small, 16 x 1024": (16, 1024, 12, 50257), "GPT-2 XL, 4 x 1024": (4, 1024, 25, 50257)}
+    )
+    for name, (batch, length, heads, vocab) in sizes.items():
+        yield name, lambda given=(batch, length, heads, vocab): measure(here.devices()[0], *given)
+
+
 def attention(here: Here) -> Iterator[Check]:
     """One layer's attention, forward and backward, beside cuDNN's and scaled_dot_product_attention; and what a training chooses by itself."""
     from attention_speed import cudnn_seconds, ours_seconds, torch_seconds

@@ -91,7 +91,7 @@ def _start_flash(
 
     Args:
         block: number of rows of a head of `x` that a block has.
-        num_own: number of tiles of these rows in shared memory, beside two stages of two tiles.
+        num_own: number of tiles of these rows in shared memory, in addition to two stages of two tiles.
         num_floats: number of floats for each row of a stage.
     """
     is_plain = not (at.pattern.window or at.pattern.cap or at.p) and more.of_queries is None and more.table is None

@@ -131,8 +131,8 @@ def _gradients(
     _source.start("norm_gradients", x.dtype, *arrays, *numbers, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
     if pieces > 1:
         grid = (-(-width // 32), 1 if dbeta is None else 2, 1)
-        numbers = (np.int32(pieces), np.int32(width), np.int32(accumulate))
-        _source.start("norm_gradients_of_pieces", x.dtype, partial, dgamma, dbeta, *numbers, grid=grid, shared=4 * THREADS)
+        sizes = (np.int32(pieces), np.int32(width), np.int32(accumulate))
+        _source.start("norm_gradients_of_pieces", x.dtype, partial, dgamma, dbeta, *sizes, grid=grid, shared=4 * THREADS)
 
 
 @register("row_sums", "cuda")

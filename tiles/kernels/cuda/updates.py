@@ -18,7 +18,7 @@ _FLOAT: Final = np.dtype(np.float32)
 MOST_PARTIALS: Final = 1024
 """Largest number of blocks that sum one tile."""
 _PER_THREAD: Final = 16
-"""Number of weights that a thread of `adam` updates, so that terms in double precision are few beside them."""
+"""Number of weights that a thread of `adam` updates, so that its terms in double precision cost little."""
 _SQUARED: Final = table("x", "sums")
 _MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("groups",))
 _SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
