@@ -203,6 +203,8 @@ def wide_cases(make: Maker) -> Iterator[tuple[str, list[np.ndarray], dict[str, A
         yield "layer_norm_backward", [x, row, *statistics, y, z, make(3, 5, width), row * 0, row * 0], {"accumulate": False, "residual": True}
         yield "attention_delta", [x, y, np.empty((3, width // 8, 5), np.float32)], {"head_size": 8}
         yield "attention_delta", [x, y, np.empty((3, 1, 5), np.float32)], {"head_size": width}
+        place = {"shape": (9, 7, 2 * width), "origin": (3, 1, width)}
+        yield "dropout", [x, np.array([1, 2], np.uint64), y], {"p": 0.3, "stream": 4, **place}
 
 
 @needs_compiler
@@ -212,7 +214,7 @@ def test_wide_rows(dtype: type, emulator: Emulator) -> None:
     emulator.backwards = False
     for op, args, constants in wide_cases(Maker(np.float32)):
         kept = cuda_cases.FLOATS.get(op, ())
-        args = [arg if place in kept or place - len(args) in kept else arg.astype(dtype) for place, arg in enumerate(args)]
+        args = [arg if place in kept or place - len(args) in kept or arg.dtype == np.uint64 else arg.astype(dtype) for place, arg in enumerate(args)]
         check(op, args, constants, rtol=3e-2 if dtype == BF16 else 2e-4, atol=3e-2 if dtype == BF16 else 2e-5)
 
 

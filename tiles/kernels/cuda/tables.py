@@ -147,7 +147,7 @@ def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[in
 def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
     """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
     numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
-    _source.each("dropout", x.dtype, x.size, x, key, y, *numbers)
+    _source.each("dropout", x.dtype, x.size, x, key, y, *numbers, is_wide=True)
 
 
 @register("keyed_uniform", "cuda")

@@ -218,9 +218,24 @@ __device__ inline u64 index_of(Place place, long long i) {
     return index;
 }
 
+// y = x / (1 - p) where a number survives; N neighbours have indices of one distance
+template <int N> __device__ inline void dropout_of(const T *x, u64 key, T *y, float p, u32 threshold, const Place &place, long long count) {
+    EACH_PIECE(i, N, count) {
+        Numbers<T, N> numbers = load<N>(x + i);
+        u64 index = index_of(place, i);
+        UNROLLED
+        for (int e = 0; e < N; e++)
+            numbers.x[e] = narrow<T>(random_bits(key, index + e * place.strides[3]) >= threshold ? quotient(widen(numbers.x[e]), 1.0f - p) : 0.0f);
+        store<N>(y + i, numbers);
+    }
+}
+
 KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, long long count) {
     u64 own = mixed(key[0], key[1], (u64)stream);
-    EACH(i, count) y[i] = narrow<T>(random_bits(own, index_of(place, i)) >= threshold ? widen(x[i]) / (1.0f - p) : 0.0f);
+    if (place.extents[3] % WIDE == 0 && are_aligned(x, y))
+        dropout_of<WIDE>(x, own, y, p, threshold, place, count);
+    else
+        dropout_of<1>(x, own, y, p, threshold, place, count);
 }
 EXPORT(dropout)
 
