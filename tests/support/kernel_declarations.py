@@ -10,7 +10,7 @@ from typing import NamedTuple
 from support.fake_cuda import KernelParameter, KernelPointer
 
 _SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
-_READ_BY = {"flash": 16, "flash_options": 16}
+_READ_BY = {"flash": 16, "flash_dropout": 16, "flash_options": 16}
 """Sources that read elements in larger units; bytes."""
 
 

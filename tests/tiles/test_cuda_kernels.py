@@ -21,8 +21,8 @@ from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import Head
 
-FLASH = ("flash", "flash_options")
-"""Sources of bf16 alone, which take 5 and 20 s to compile."""
+FLASH = ("flash", "flash_dropout", "flash_options")
+"""Sources of bf16 alone, which take 5 to 20 s to compile."""
 ORDERS = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 
 REGISTERS = 65536
@@ -121,6 +121,17 @@ def test_attention_on_tensor_cores(size: int, causal: bool, p: float, backwards:
     for fresh in (True, False):
         args = [q, k, v, do, lse, delta, *(grad.copy() for grad in grads), *key, scratch]
         check("attention_backward", args, {"at": at, "stored": False, "first_k": fresh, "first_q": fresh}, rtol=3e-2, atol=6e-2)
+
+
+@needs_compiler
+def test_tiles_anywhere_in_memory_have_attention(emulator: Emulator) -> None:
+    """Copies of 16 bytes read only tiles that begin at multiples of them; others are computed without tensor cores."""
+    emulator.backwards = False
+    make, at = Maker(np.float32), Pair(64, 0.2, True, 0, 0, 0, 0, 1, 5, 0.0, 0)
+    q, k, v, o = (np.concatenate([make(1).astype(BF16), make(320).astype(BF16)])[1:].reshape(1, 5, 64) for _ in range(4))
+    assert q.ctypes.data % 16
+    args = [q, k, v, o, make(1, 1, 5), make.positive(1, 1, 5), make(1, 1, 5), np.empty(1, np.uint8)]
+    check("attention", args, {"at": at, "first": True, "last": True}, rtol=2e-2, atol=2e-2)
 
 
 @needs_compiler

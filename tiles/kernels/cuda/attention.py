@@ -22,7 +22,7 @@ from .launch import THREADS, KernelSource, device
 from .library_attention import may_take, shape_of
 
 _source = KernelSource("attention")
-_flash, _flash_options = KernelSource("flash"), KernelSource("flash_options")
+_flash, _flash_dropout, _flash_options = (KernelSource(name) for name in ("flash", "flash_dropout", "flash_options"))
 _norms = KernelSource("norm")
 _FLOAT: Final = np.dtype(np.float32)
 QUERIES: Final = 32
@@ -87,18 +87,18 @@ def _takes_flash(at: reference.Pair, *tiles: DeviceArray) -> bool:
 def _start_flash(
     kernel: str, block: int, x: DeviceArray, at: reference.Pair, more: OptionalTiles[DeviceArray], *arguments: Any, num_own: int, num_floats: int = 0
 ) -> None:
-    """Start a kernel of `source/flash.cu`, without passes for options if the pair has none.
+    """Start a kernel of `source/flash.cuh`, without passes for options that the pair does not have.
 
     Args:
         block: number of rows of a head of `x` that a block has.
         num_own: number of tiles of these rows in shared memory, in addition to two stages of two tiles.
         num_floats: number of floats for each row of a stage.
     """
-    is_plain = not (at.pattern.window or at.pattern.cap or at.p) and more.of_queries is None and more.table is None
+    has_options = at.pattern.window or at.pattern.cap or more.of_queries is not None or more.table is not None
     size, stage = at.head_size, 4096 // at.head_size
     shared = 2 * (num_own * block + 4 * stage) * (size + _PAD) + 2 * 4 * num_floats * stage
     grid = (-(-x.shape[1] // block), x.shape[2] // size, x.shape[0])
-    source, ending = (_flash, "_plain") if is_plain else (_flash_options, "")
+    source, ending = (_flash_options, "") if has_options else (_flash_dropout, "_dropout") if at.p else (_flash, "_plain")
     source.start(f"{kernel}_{size}{ending}", x.dtype, *arguments, grid=grid, threads=128, shared=shared)
 
 

@@ -7,7 +7,7 @@
 // its columns, or transposed from rows that hold its rows. Rows are padded by 8 elements, so that 8 of them lie in different banks.
 //
 // Scores stay products q k^T until their exponential, in powers of two, takes the scale. Each option (mask, cap, bias, dropout) is a pass over a warp's
-// scores that is skipped if it has nothing to do; kernels named plain (`flash.cu`) have none but the mask. Weights and slopes are rounded to bf16 before
+// scores that is skipped if it has nothing to do; `flash.cu` has kernels without most of them. Weights and slopes are rounded to bf16 before
 // they are multiplied; sums are float.
 //
 // Ladder (H200, 8 sequences of 1,024 tokens, 12 heads of 64, causal, forward and backward in ms):
@@ -437,7 +437,7 @@ __device__ inline void backward_kv(
     store_result<D, M>(dv + of_keys, sumv, factors, from, at.tk, g, at.groups, first);
 }
 
-// A pair without options; the compiler then drops their passes
+// A pair without options but dropout; the compiler then drops their passes
 __device__ inline Pair plain(Pair at) {
     at.window = 0;
     at.cap = 0.0f;
@@ -447,25 +447,25 @@ __device__ inline Pair plain(Pair at) {
 }
 
 // The last two: blocks of the forward kernel and of flash_dq that a multiprocessor shall hold, as far as registers suffice without spilling
-#define FLASH(NAME, D, PLAIN, RESIDENT, RESIDENT_DQ)                                                                                              \
-    KERNEL __launch_bounds__(WARPS * 32, RESIDENT)                                                                                               \
-        flash_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *peak, float *total, float *lse, const u64 *keys, Pair at,      \
-                     int first, int last) {                                                                                                      \
-        SHARED(u16, buffer);                                                                                                                     \
-        forward<D>(buffer, q, k, v, o, peak, total, lse, PLAIN ? 0 : keys, PLAIN ? plain(at) : at, first, last);                                 \
-    }                                                                                                                                            \
-    EXPORT(flash_##NAME)                                                                                                                         \
-    KERNEL __launch_bounds__(WARPS * 32, RESIDENT_DQ)                                                                                            \
-        flash_dq_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq,           \
-                        const u64 *keys, Pair at, int first) {                                                                                   \
-        SHARED(u16, buffer);                                                                                                                     \
-        backward_q<D>(buffer, q, k, v, grad, lse, delta, dq, PLAIN ? 0 : keys, PLAIN ? plain(at) : at, first);                                   \
-    }                                                                                                                                            \
-    EXPORT(flash_dq_##NAME)                                                                                                                      \
-    KERNEL __launch_bounds__(WARPS * 32, 2)                                                                                                      \
-        flash_dkv_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dk,          \
-                         bf16 *dv, const u64 *keys, Pair at, int first) {                                                                        \
-        SHARED(u16, buffer);                                                                                                                     \
-        backward_kv<D>(buffer, q, k, v, grad, lse, delta, dk, dv, PLAIN ? 0 : keys, PLAIN ? plain(at) : at, first);                              \
-    }                                                                                                                                            \
+#define FLASH(NAME, D, OPTIONS, DROPOUT, RESIDENT, RESIDENT_DQ)                                                                                      \
+    KERNEL __launch_bounds__(WARPS * 32, RESIDENT)                                                                                                   \
+        flash_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o, float *peak, float *total, float *lse, const u64 *keys, Pair at,          \
+                     int first, int last) {                                                                                                          \
+        SHARED(u16, buffer);                                                                                                                         \
+        forward<D>(buffer, q, k, v, o, peak, total, lse, DROPOUT ? keys : 0, OPTIONS ? at : plain(at), first, last);                                 \
+    }                                                                                                                                                \
+    EXPORT(flash_##NAME)                                                                                                                             \
+    KERNEL __launch_bounds__(WARPS * 32, RESIDENT_DQ)                                                                                                \
+        flash_dq_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq,               \
+                        const u64 *keys, Pair at, int first) {                                                                                       \
+        SHARED(u16, buffer);                                                                                                                         \
+        backward_q<D>(buffer, q, k, v, grad, lse, delta, dq, DROPOUT ? keys : 0, OPTIONS ? at : plain(at), first);                                   \
+    }                                                                                                                                                \
+    EXPORT(flash_dq_##NAME)                                                                                                                          \
+    KERNEL __launch_bounds__(WARPS * 32, 2)                                                                                                          \
+        flash_dkv_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dk,              \
+                         bf16 *dv, const u64 *keys, Pair at, int first) {                                                                            \
+        SHARED(u16, buffer);                                                                                                                         \
+        backward_kv<D>(buffer, q, k, v, grad, lse, delta, dk, dv, DROPOUT ? keys : 0, OPTIONS ? at : plain(at), first);                              \
+    }                                                                                                                                                \
     EXPORT(flash_dkv_##NAME)

@@ -4,5 +4,5 @@
 #include "pair.cuh"
 #include "flash.cuh"
 
-FLASH(64, 64, false, 2, 2)
-FLASH(128, 128, false, 2, 3)
+FLASH(64, 64, true, true, 2, 2)
+FLASH(128, 128, true, true, 2, 3)
