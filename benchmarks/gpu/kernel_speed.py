@@ -73,8 +73,7 @@ Row = tuple[str, Callable[[], None], Sequence[Any], float]
 
 def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Iterator[Row]:
     """The kernels of a layer, of the head and of the update of GPT-2, heads of 64."""
-    from tiles.kernels import Pair, kernel
-    from tiles.kernels.cuda.tables import head_scratch_nbytes
+    from tiles.kernels import Pair, head_scratch_nbytes, kernel
 
     def run(name: str, *arrays: Any, **constants: Any) -> Callable[[], None]:
         return lambda: kernel(name, "cuda")(*arrays, **constants)

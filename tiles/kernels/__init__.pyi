@@ -14,6 +14,7 @@ from .cuda.hollow import HollowGpu
 from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
 from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, shape_of, takes_heads
 from .cuda.products import WORKSPACE_NBYTES
+from .cuda.tables import head_scratch_nbytes
 from .reference.attention import Pair
 from .reference.buckets import Buckets
 from .reference.optimizer import HYPER
@@ -44,6 +45,7 @@ __all__ = [
     "fp32_products",
     "gemm",
     "has_bf16_products",
+    "head_scratch_nbytes",
     "kernel",
     "kernel_versions",
     "load_block_loops",
