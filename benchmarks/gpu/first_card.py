@@ -100,7 +100,7 @@ STAGES: Final[dict[str, tuple[Command, ...]]] = {
     "profile": (
         Command("kernel_speed", 90, "the kernels of a step of GPT-2 small and XL one at a time, in us and TFLOP/s or GB/s"),
         Command("small_profile", 120, "where the time of GPT-2 small goes, by kind of task"),
-        Command("xl_profile", 240, "where that of GPT-2 XL goes"),
+        Command("xl_profile", 210, "where that of GPT-2 XL goes"),
         Command("attention", 120, "our attention beside cuDNN's and PyTorch's, by length and head size"),
     ),
 }
