@@ -17,6 +17,8 @@ def library() -> ctypes.CDLL | None:
     found = importlib.util.find_spec("nvidia")
     for folder in (found and found.submodule_search_locations) or ():
         for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")):
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))  # NVRTC opens it by its name alone, from a directory that only the loader's path names
             return ctypes.CDLL(str(path))
     return None
 

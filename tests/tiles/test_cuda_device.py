@@ -17,7 +17,7 @@ from scheduler.core.errors import DeviceFailed
 from scheduler.drivers.cuda_cupy import CupyGpu, GpuFacts
 from tiles import TileTensor, emission
 from tiles.kernels import catalog, registry
-from tiles.kernels.cuda import device, launch, products
+from tiles.kernels.cuda import compiling, device, launch, products
 from tiles.kernels.cuda.compiling import KernelBuildError, build, source_text, target_of
 from tiles.kernels.cuda.device import CudaDevice
 from tiles.kernels.cuda.launch import Arguments
@@ -226,12 +226,16 @@ def test_sources_need_no_file() -> None:
         assert '#include "' not in source_text(name)
 
 
-def test_a_source_that_does_not_compile_is_one_sentence(tmp_path: Path) -> None:
-    """With the compiler's first complaint and a way out; nothing is kept."""
+def test_a_source_that_does_not_compile_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence has the compiler's first complaint and a way out. No file is written, and the source is compiled once."""
     compiler = Compiler(wrong="norm.cu(33): error: identifier is undefined")
+    monkeypatch.setattr(compiling, "_refused", {})
     with pytest.raises(KernelBuildError, match=r"norm\.cu do not compile for sm_90 \(norm\.cu\(33\): error: identifier is undefined\).*--ngpu 0"):
         build("norm", "float", 90, tmp_path, compiler)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(KernelBuildError, match="identifier is undefined"):
+        build("norm", "float", 90, tmp_path, compiler)
+    assert compiler.num_compiled == 1
     with pytest.raises(KernelBuildError, match=r"compute capability 70.*install the CuPy of an older CUDA"):
         target_of(70, [80, 90])
 

@@ -28,6 +28,10 @@ def default_directory() -> Path:
     return user_cache() / "cuda"
 
 
+_refused: dict[str, KernelBuildError] = {}
+"""Errors of sources that do not compile, by the key of their code: without them each of the tasks that still fail would take a compilation."""
+
+
 def source_text(name: str) -> str:
     """Return a source with its headers inserted, so that the compiler needs no files."""
     text = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
@@ -79,7 +83,13 @@ def build(name: str, element: str, capability: int, directory: Path | None = Non
     path = folder / f"{name}-{element}-{architecture}-{key}.{'cubin' if is_binary else 'ptx'}"
     with suppress(OSError):
         return path.read_bytes()
-    code = _compile(compiler, text, name, element, architecture, is_binary)
+    if key in _refused:
+        raise _refused[key]
+    try:
+        code = _compile(compiler, text, name, element, architecture, is_binary)
+    except KernelBuildError as error:
+        _refused[key] = error
+        raise
     replace_file(path, code)
     return code
 

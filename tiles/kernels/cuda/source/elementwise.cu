@@ -35,24 +35,26 @@ __device__ inline float slope(float x, int kind) {
     return s * (1.0f + x * (1.0f - s));
 }
 
-// Code for each activation, so that loops have no branches: `work` gets its number as a constant of a type
-template <int K> class Kind {
-  public:
-    static const int number = K;
-};
-
-template <class F> __device__ inline void with_kind(int kind, F work) {
-    if (kind == GELU_NEW)
-        work(Kind<GELU_NEW>());
-    else if (kind == GELU)
-        work(Kind<GELU>());
-    else if (kind == RELU)
-        work(Kind<RELU>());
-    else if (kind == TANH)
-        work(Kind<TANH>());
-    else
-        work(Kind<SILU>());
-}
+// The statement for the kind of an activation, with it as the constant K, so that loops have no branches. This is no function of a generic lambda,
+// because NVRTC of CUDA 12.4 and 13.0 takes such a lambda for a host function.
+#define OF_KIND(number, ...) \
+    { \
+        const int K = number; \
+        __VA_ARGS__; \
+    }
+#define BY_KIND(kind, ...) \
+    { \
+        if (kind == GELU_NEW) \
+            OF_KIND(GELU_NEW, __VA_ARGS__) \
+        else if (kind == GELU) \
+            OF_KIND(GELU, __VA_ARGS__) \
+        else if (kind == RELU) \
+            OF_KIND(RELU, __VA_ARGS__) \
+        else if (kind == TANH) \
+            OF_KIND(TANH, __VA_ARGS__) \
+        else \
+            OF_KIND(SILU, __VA_ARGS__) \
+    }
 
 // out = a + b; out may be one of them
 KERNEL add(const T *a, const T *b, T *out, long long count) {
@@ -111,12 +113,12 @@ KERNEL add_rows_backward(const T *dy, float *dp, int batch, long long row, int a
 EXPORT(add_rows_backward)
 
 KERNEL activation(const T *x, T *y, int kind, long long count) {
-    with_kind(kind, [=](auto k) { map(count, [](float x) { return activate(x, decltype(k)::number); }, y, x); });
+    BY_KIND(kind, map(count, [](float x) { return activate(x, K); }, y, x))
 }
 EXPORT(activation)
 
 KERNEL activation_backward(const T *x, const T *dy, T *dx, int kind, long long count) {
-    with_kind(kind, [=](auto k) { map(count, [](float x, float d) { return d * slope(x, decltype(k)::number); }, dx, x, dy); });
+    BY_KIND(kind, map(count, [](float x, float d) { return d * slope(x, K); }, dx, x, dy))
 }
 EXPORT(activation_backward)
 
@@ -138,12 +140,10 @@ template <int N, int KIND> __device__ inline void bias_activation_of(T *pre, con
 
 KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long long count) {
     bool is_wide = width % WIDE == 0 && are_aligned(pre, bias, y);
-    with_kind(kind, [=](auto k) {
-        if (is_wide)
-            bias_activation_of<WIDE, decltype(k)::number>(pre, bias, y, width, count);
-        else
-            bias_activation_of<1, decltype(k)::number>(pre, bias, y, width, count);
-    });
+    if (is_wide)
+        BY_KIND(kind, bias_activation_of<WIDE, K>(pre, bias, y, width, count))
+    else
+        BY_KIND(kind, bias_activation_of<1, K>(pre, bias, y, width, count))
 }
 EXPORT(bias_activation)
 
@@ -204,18 +204,16 @@ KERNEL silu_gate_backward(const T *gate, const T *up, const T *dy, T *dgate, T *
 EXPORT(silu_gate_backward)
 
 KERNEL gate(const T *gates, const T *up, T *y, int kind, long long count) {
-    with_kind(kind, [=](auto k) { map(count, [](float g, float u) { return activate(g, decltype(k)::number) * u; }, y, gates, up); });
+    BY_KIND(kind, map(count, [](float g, float u) { return activate(g, K) * u; }, y, gates, up))
 }
 EXPORT(gate)
 
 KERNEL gate_backward(const T *gates, const T *up, const T *dy, T *dgates, T *dup, int kind, long long count) {
     bool is_wide = count % WIDE == 0 && are_aligned(gates, up, dy, dgates, dup);
-    with_kind(kind, [=](auto k) {
-        if (is_wide)
-            gate_backward_of<WIDE, decltype(k)::number>(gates, up, dy, dgates, dup, count);
-        else
-            gate_backward_of<1, decltype(k)::number>(gates, up, dy, dgates, dup, count);
-    });
+    if (is_wide)
+        BY_KIND(kind, gate_backward_of<WIDE, K>(gates, up, dy, dgates, dup, count))
+    else
+        BY_KIND(kind, gate_backward_of<1, K>(gates, up, dy, dgates, dup, count))
 }
 EXPORT(gate_backward)
 
