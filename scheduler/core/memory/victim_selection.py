@@ -1,19 +1,20 @@
 """Candidates for eviction of one node: its unused replicas in the order in which they should go.
 
-`Candidates` keeps two heaps: *clean* replicas, whose loss costs at most a reload, and *dirty* ones, which must be written back first. It asks
-`hole_search` which of them to drop. Three rules change the order of the policy:
+`Candidates` keeps *clean* replicas, whose loss costs at most a reload, and *dirty* ones, which must be written back first, in sorted queues: all of
+them, those of each size, and tiny ones. It asks `hole_search` which of them to drop. Three rules change the order of the policy:
 
 - A candidate of exactly the wanted size goes first, unless it is much dearer than the best: tiles have few sizes, and replacing like by like keeps
   memory whole.
 - Tiny replicas go last. They were almost half of all copies of a GPT-2 step, each as slow as a tile's, and freed hardly any bytes.
 - If prices add up and the hole costs more than an equal amount of the cheapest candidates, the cheapest neighbours are taken instead.
 
-Entries of a heap go stale when a replica is used, moved or dropped. A stale entry is removed or renewed when it reaches the top.
+A candidate has one entry. It is removed when the replica is dropped, and examined when it is the first of a queue: only then is the entry of a
+replica that has come into use removed, and that of a replica whose next use or dirtiness has changed placed anew.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final
@@ -37,13 +38,19 @@ TRIED: Final = 200
 """Largest number of candidates examined for a hole that no task waits for."""
 
 Entry = tuple[float, int, Replica]
-"""(-key, number of the entry, replica), ordered by key. The number breaks ties and identifies the entry."""
+"""(key, -number of the entry, replica), in ascending order, so that the last entry of a queue goes first. The number breaks ties."""
 
-Heaps = tuple[list[Entry], list[Entry]]
+Queue = list[Entry]
+"""Sorted entries."""
+
+Queues = tuple[Queue, Queue]
 """Clean and dirty candidates."""
 
-Drawn = list[tuple[list[Entry], Entry]]
-"""Entries that a plan has taken out of their heaps, to be put back at its end."""
+Drawn = list[tuple[Queue, Entry]]
+"""Entries that a plan has taken out of their queues, to be put back at its end."""
+
+
+_NO_ENTRY: Final[tuple[Entry | None, Sequence[Queue]]] = (None, ())
 
 
 class Candidates:
@@ -65,12 +72,12 @@ class Candidates:
         self.tiny = min(TINY_NBYTES, node.budget // TINY)
         self.tiny_nbytes = 0
         self.keep_dirty = False
-        self._heaps: Heaps = ([], [])
-        self._tiny: Heaps = ([], [])
-        self._by_size: dict[int, Heaps] = {}
-        self._added: dict[Replica, None] = {}  # not in the heaps yet: most are used again before the next plan
-        self._entries: dict[Replica, Entry] = {}  # the latest entry of each replica
+        self._queues: Queues = ([], [])  # without tiny ones
+        self._tiny: Queues = ([], [])
+        self._by_size: dict[int, Queues] = {}  # without tiny ones
+        self._entries: dict[Replica, tuple[Entry, Sequence[Queue]]] = {}  # the entry of each replica, and the queues that hold it
         self._num_entries = 0
+        self._added: dict[Replica, None] = {}  # without an entry yet: most are used again before the next plan
         self._checked: set[int] = set()  # numbers of entries found valid by the current plan; nothing changes while it is made
 
     def enter(self, replica: Replica) -> None:
@@ -85,47 +92,54 @@ class Candidates:
         if size <= self.tiny:
             self.tiny_nbytes -= size
         self._added.pop(replica, None)
-        self._entries.pop(replica, None)
+        self._remove(replica)
 
     def add(self, replica: Replica) -> None:
         """Make a replica a candidate: only copies use it."""
         self._added[replica] = None
 
     def _take_added(self) -> None:
-        """Move replicas added since the last call to the heaps, if they are still unused."""
+        """Place replicas added since the last call, if they are still unused."""
         self._checked.clear()
         for replica in self._added:
             if is_unused(replica):
-                self._push(replica)
+                self._place(replica)
         self._added.clear()
 
-    def _push(self, replica: Replica) -> None:
-        """Push a candidate on its heaps, with its current key."""
+    def _place(self, replica: Replica) -> None:
+        """Enter a candidate with its current key, in place of its last entry."""
+        self._remove(replica)
         dirty = is_dirty(replica)
-        self._num_entries += 1
         key = self.policy.key(replica)
-        entry = self._entries[replica] = (-key, self._num_entries, replica)
+        self._num_entries += 1
+        entry = (key, -self._num_entries, replica)
         size = replica.handle.size
+        queues: tuple[Queue, ...]
         if size <= self.tiny and self.tiny_nbytes * TINY_SHARE <= self.node.budget and is_foreseen(key):
-            heaps: tuple[list[Entry], ...] = (self._tiny[dirty],)
+            queues = (self._tiny[dirty],)
         else:
-            if size not in self._by_size:
-                self._by_size[size] = ([], [])
-            heaps = (self._heaps[dirty], self._by_size[size][dirty])
-        for heap in heaps:
-            heapq.heappush(heap, entry)
-            if len(heap) > 4 * len(self.node.starts) + 64:
-                heap[:] = [each for each in heap if self._entries.get(each[2]) is each]
-                heapq.heapify(heap)
+            of_size = self._by_size.get(size)
+            if of_size is None:
+                of_size = self._by_size[size] = ([], [])
+            queues = (self._queues[dirty], of_size[dirty])
+        for queue in queues:
+            insort(queue, entry)
+        self._entries[replica] = entry, queues
+
+    def _remove(self, replica: Replica) -> None:
+        """Remove the entry of a replica, if it has one."""
+        entry, queues = self._entries.pop(replica, _NO_ENTRY)
+        for queue in queues:
+            del queue[bisect_left(queue, entry)]
 
     def plan(self, sizes: Sequence[int]) -> Holes | None:
         """Return holes for extents of `sizes`; None if the candidates do not make enough room."""
         self._take_added()
         drawn: Drawn = []
         if self.node.is_counted:
-            return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
+            return self._plan_bytes(sizes, self._all(drawn), drawn)
         search = HoleSearch(self.node, self._may_go)
-        holes = search.in_order(sizes, self._all(self._heaps, drawn), lambda size: self._same_size(size, drawn))
+        holes = search.in_order(sizes, self._all(drawn), lambda size: self._same_size(size, drawn))
         self._put_back(drawn)
         if holes is None or not self.policy.adds_up:
             return holes
@@ -168,7 +182,7 @@ class Candidates:
         is_needed = coherence.is_needed(replica)
         if is_needed and self.keep_dirty:
             return inf
-        return replica.handle.size * self.policy.price(-entry[0], dirty=is_needed and not replica.outgoing)
+        return replica.handle.size * self.policy.price(entry[0][0], dirty=is_needed and not replica.outgoing)
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float) -> Holes | None:
         """Return holes over replicas that can be dropped at once and whose next use has an `order` above `later_than`.
@@ -177,7 +191,7 @@ class Candidates:
         """
         self._take_added()
         drawn: Drawn = []
-        candidates = self._clean(self._heaps[0], drawn, later_than)
+        candidates = self._clean(self._queues[0], drawn, later_than)
         if self.node.is_counted:
             return self._plan_bytes(sizes, candidates, drawn)
         search = HoleSearch(self.node, lambda replica: self._is_droppable(replica, later_than))
@@ -197,11 +211,10 @@ class Candidates:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
         self._take_added()
         nbytes = 0
-        for entry in self._heaps[0]:
+        for _, _, replica in self._queues[0]:
             if nbytes >= enough:
                 break
-            replica = entry[2]
-            if self._entries.get(replica) is entry and is_unused(replica):
+            if is_unused(replica):
                 nbytes += replica.handle.size
         return nbytes
 
@@ -209,82 +222,87 @@ class Candidates:
         """Return the first `limit` dirty candidates whose write-back has not begun."""
         self._take_added()
         drawn: Drawn = []
-        heap = self._heaps[1]
-        while len(drawn) < limit and self._top(heap, 1) is not None:
-            drawn.append((heap, heapq.heappop(heap)))
+        queue = self._queues[1]
+        while len(drawn) < limit and self._first_of(queue, 1) is not None:
+            drawn.append((queue, queue.pop()))
         self._put_back(drawn)
         return [entry[2] for _, entry in drawn]
 
     def _same_size(self, size: int, drawn: Drawn) -> Replica | None:
         """Draw the first candidate of exactly that size, unless its price exceeds the best by more than the policy's tolerance."""
-        heaps = self._by_size.get(size)
-        if heaps is None:
+        queues = self._by_size.get(size)
+        if queues is None:
             return None
-        (price, which), (least, _) = self._first(heaps), self._first(self._heaps)
-        if price == inf or price > self.policy.tolerance * least:
+        (price, queue), (least, _) = self._first(queues), self._first(self._queues)
+        if queue is None or price > self.policy.tolerance * least:
             return None
-        drawn.append((heaps[which], heapq.heappop(heaps[which])))
+        drawn.append((queue, queue.pop()))
         return drawn[-1][1][2]
 
     def _clean_of_size(self, size: int, drawn: Drawn, later_than: float) -> Replica | None:
         """Draw the first clean candidate of exactly that size which is next used after `later_than`."""
-        heaps = self._by_size.get(size)
-        return None if heaps is None else next(self._clean(heaps[0], drawn, later_than), None)
+        queues = self._by_size.get(size)
+        return None if queues is None else next(self._clean(queues[0], drawn, later_than), None)
 
-    def _first(self, heaps: Heaps) -> tuple[float, int]:
-        """Return the price of the first candidate, infinity if there is none, and the index of its heap.
+    def _first(self, queues: Queues) -> tuple[float, Queue | None]:
+        """Return the price of the first candidate, and its queue; infinity and None if there is none.
 
-        Looking at the clean heap may renew entries as dirty ones, so the dirty heap is examined before and after it.
+        Looking at the clean queue may place entries among the dirty ones, so the dirty queue is examined before and after it.
         """
-        for which in (0,) if self.keep_dirty else (1, 0, 1):
-            self._top(heaps[which], which)
-        prices = [
-            self.policy.price(-heap[0][0], dirty=bool(which)) if heap and not (which and self.keep_dirty) else inf for which, heap in enumerate(heaps)
-        ]
-        return (prices[0], 0) if prices[0] <= prices[1] else (prices[1], 1)
+        clean, dirty = queues
+        if not self.keep_dirty:
+            self._first_of(dirty, 1)
+        least, first = inf, None
+        if self._first_of(clean, 0) is not None:
+            least, first = self.policy.price(clean[-1][0], dirty=False), clean
+        if not self.keep_dirty and self._first_of(dirty, 1) is not None:
+            price = self.policy.price(dirty[-1][0], dirty=True)
+            if price < least:
+                return price, dirty
+        return least, first
 
-    def _all(self, heaps: Heaps, drawn: Drawn) -> Iterator[Replica]:
+    def _all(self, drawn: Drawn) -> Iterator[Replica]:
         """Draw candidates in the order of eviction, tiny ones last."""
-        for each in (heaps, self._tiny):
-            while True:
-                price, which = self._first(each)
-                if price == inf:
-                    break
-                drawn.append((each[which], heapq.heappop(each[which])))
-                yield drawn[-1][1][2]
+        for queues in (self._queues, self._tiny):
+            while (queue := self._first(queues)[1]) is not None:
+                entry = queue.pop()
+                drawn.append((queue, entry))
+                yield entry[2]
 
-    def _clean(self, heap: list[Entry], drawn: Drawn, later_than: float) -> Iterator[Replica]:
-        """Draw at most `TRIED` candidates of a clean heap that are next used after `later_than`."""
+    def _clean(self, queue: Queue, drawn: Drawn, later_than: float) -> Iterator[Replica]:
+        """Draw at most `TRIED` candidates of a clean queue that are next used after `later_than`."""
         for _ in range(TRIED):
-            replica = self._top(heap, 0)
-            if replica is None or -heap[0][0] <= later_than:
+            replica = self._first_of(queue, 0)
+            if replica is None or queue[-1][0] <= later_than:
                 return
-            drawn.append((heap, heapq.heappop(heap)))
+            drawn.append((queue, queue.pop()))
             if not replica.pins:
                 yield replica
 
-    def _top(self, heap: list[Entry], dirty: int) -> Replica | None:
-        """Return the first candidate of a heap; stale entries before it are removed or renewed."""
-        while heap:
-            entry = heap[0]
-            key, number, replica = entry
-            if number in self._checked:
+    def _first_of(self, queue: Queue, dirty: int) -> Replica | None:
+        """Return the first candidate of a queue, after removing or replacing stale entries before it."""
+        checked = self._checked
+        while queue:
+            key, number, replica = queue[-1]
+            if number in checked:
                 return replica
-            if self._entries.get(replica) is not entry or not is_unused(replica):
-                heapq.heappop(heap)
-            elif is_dirty(replica) != dirty or -self.policy.key(replica) != key:
-                heapq.heappop(heap)
-                self._push(replica)
+            if not is_unused(replica):
+                self._remove(replica)
+            elif is_dirty(replica) != dirty or self.policy.key(replica) != key:
+                self._place(replica)
             else:
-                self._checked.add(number)
+                checked.add(number)
                 return replica
         return None
 
     @staticmethod
     def _put_back(drawn: Drawn) -> None:
-        """Return drawn entries to their heaps."""
-        for heap, entry in drawn:
-            heapq.heappush(heap, entry)
+        """Return drawn entries to their queues."""
+        for queue, entry in reversed(drawn):
+            if not queue or queue[-1] < entry:  # hot path: all but those before which another one was placed meanwhile
+                queue.append(entry)
+            else:
+                insort(queue, entry)
 
 
 def is_dirty(replica: Replica) -> bool:
