@@ -21,9 +21,13 @@ NEVER: Final = 1 << 60
 """Assumed `order` of an unknown use, for a replica last used at event 0."""
 
 
+_FORESEEN: Final = NEVER >> 1
+"""Keys of `NextUse` below which they are those of known uses."""
+
+
 def is_foreseen(key: float) -> bool:
     """Whether a key of `NextUse` is that of a known use."""
-    return key < NEVER >> 1
+    return key < _FORESEEN
 
 
 class Foresight:
@@ -183,8 +187,9 @@ class NextUse:
         An unknown next use counts as further away than any known one; its distance grows with the time since the last use.
         """
         foresight = self.foresight
-        distance = key - foresight.order if is_foreseen(key) else FAR * (1 + foresight.clock + key - NEVER)
-        return (2.0 if dirty else 1.0) / max(distance, 1.0)
+        distance = key - foresight.order if key < _FORESEEN else FAR * (1 + foresight.clock + key - NEVER)
+        moves = 2.0 if dirty else 1.0
+        return moves / distance if distance > 1.0 else moves
 
 
 class LeastRecentlyUsed:

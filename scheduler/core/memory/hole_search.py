@@ -9,11 +9,12 @@ Two searches over the same bookkeeping of free runs:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
 from ..records import Replica
+from .extents import PAGE
 from .memory_node import MemoryNode
 
 SMALL: Final = 64
@@ -47,6 +48,8 @@ class HoleSearch:
         self._runs = {offset: offset + size for offset, size in free}  # start -> end
         self._ends = {offset + size: offset for offset, size in free}  # end -> start
         self._released: dict[int, Replica] = {}  # by offset
+        self._carved: dict[int, int] = {}  # extents found so far: start -> end
+        self._going: dict[Replica, bool] = {}  # small replicas examined so far, and whether they may be dropped
 
     def in_order(self, sizes: Sequence[int], candidates: Iterator[Replica], of_size: Callable[[int], Replica | None]) -> Holes | None:
         """Release candidates one by one until there is a hole for every size.
@@ -84,13 +87,13 @@ class HoleSearch:
         Returns:
             None if no adjacent replicas make a hole for some size.
         """
-        costs = {replica.offset: cost_of(replica) for replica in self._node.starts.values()}
+        costs: dict[int, float] = {}
         offsets: list[int] = []
         victims: dict[Replica, None] = {}
         for size in sizes:
             start = self._smallest_run(size)
             if start is None:
-                for replica in self._cheapest_neighbours(size, costs):
+                for replica in self._cheapest_neighbours(size, costs, cost_of):
                     self._released[replica.offset] = replica
                     start, _ = self._add(replica.offset, replica.offset + replica.handle.size)
             if start is None:
@@ -103,44 +106,64 @@ class HoleSearch:
         run = min(((end - start, start) for start, end in self._runs.items() if end - start >= size), default=None)
         return None if run is None else run[1]
 
-    def _cheapest_neighbours(self, size: int, costs: Mapping[int, float]) -> list[Replica]:
-        """Return the cheapest adjacent replicas that leave a hole of `size` bytes, found by sliding a window over the node; empty without any."""
-        spans: list[tuple[int, int, float, Replica | None]] = [(start, end, 0.0, None) for start, end in self._runs.items()]
-        spans += [
-            (offset, offset + replica.handle.size, costs[offset], replica)
-            for offset, replica in self._node.starts.items()
-            if offset not in self._released and costs[offset] < inf
-        ]
-        spans.sort(key=lambda span: span[0])
-        least, window, low, cost = inf, (0, 0), 0, 0.0
-        for high, (start, end, more, _) in enumerate(spans):
-            if high and spans[high - 1][1] != start:  # a replica between them stays
-                low, cost = high, 0.0
-            cost += more
-            while end - spans[low][1] >= size:
-                cost -= spans[low][2]
-                low += 1
-            if end - spans[low][0] >= size and cost < least:
-                least, window = cost, (low, high + 1)
-        return [replica for _, _, _, replica in spans[slice(*window)] if replica is not None]
+    def _cheapest_neighbours(self, size: int, costs: dict[int, float], cost_of: Callable[[Replica], float]) -> list[Replica]:
+        """Return the cheapest adjacent replicas that leave a hole of `size` bytes, found by sliding a window over the node; empty without any.
+
+        Args:
+            costs: costs by offset, to which those that are missing are added.
+        """
+        starts, runs, carved, capacity = self._node.starts, self._runs, self._carved, self._node.extents.capacity
+        spans: list[tuple[int, int, float, Replica | None]] = []  # runs and replicas since the last replica that stays
+        cheapest: list[tuple[int, int, float, Replica | None]] = []
+        least, low, cost, start = inf, 0, 0.0, 0
+        while start < capacity:
+            replica, end, more = None, runs.get(start), 0.0
+            if end is None:
+                end, more = carved.get(start), inf
+            if end is None:
+                replica = starts[start]
+                end = start + replica.handle.size
+                known = costs.get(start)
+                more = costs[start] = cost_of(replica) if known is None else known
+            if more == inf:
+                spans, low, cost = [], 0, 0.0
+            else:
+                spans.append((start, end, more, replica))
+                cost += more
+                while end - spans[low][1] >= size:
+                    cost -= spans[low][2]
+                    low += 1
+                if cost < least and end - spans[low][0] >= size:
+                    least, cheapest = cost, spans[low:]
+            start = end
+        return [replica for _, _, _, replica in cheapest if replica is not None]
 
     def _release(self, replica: Replica, size: int) -> int | None:
         """Release a candidate and its small neighbours; return the start of the run around it if that has `size` bytes now."""
         self._released[replica.offset] = replica
         start, end = self._add(replica.offset, replica.offset + replica.handle.size)
         small = size // SMALL
+        if small < PAGE:  # no replica is smaller than a page
+            return start if end - start >= size else None
+        starts, ends = self._node.starts, self._node.ends
         while end - start < size:
-            beside = (self._node.starts.get(end), self._node.ends.get(start))
-            neighbour = next((each for each in beside if each is not None and self._goes_along(each, small)), None)
-            if neighbour is None:
-                return None
+            neighbour = starts.get(end)
+            if neighbour is None or neighbour.handle.size > small or not self._goes_along(neighbour):
+                neighbour = ends.get(start)
+                if neighbour is None or neighbour.handle.size > small or not self._goes_along(neighbour):
+                    return None
             self._released[neighbour.offset] = neighbour
             start, end = self._add(neighbour.offset, neighbour.offset + neighbour.handle.size)
         return start
 
-    def _goes_along(self, replica: Replica, small: int) -> bool:
-        """Whether a neighbour of a released replica is small, not released yet, and may be dropped."""
-        return replica.handle.size <= small and replica.offset not in self._released and self._may_go(replica)
+    def _goes_along(self, replica: Replica) -> bool:
+        """Whether a small neighbour of a released replica may be dropped and has not been released."""
+        if replica.offset in self._released:  # in an extent found before
+            return False
+        goes = self._going.get(replica)
+        if goes is None:
+            goes = self._going[replica] = self._may_go(replica)
+        return goes
 
     def _add(self, start: int, end: int) -> tuple[int, int]:
         """Enter a run, merge it with its neighbours, and return the merged run."""
@@ -163,10 +186,12 @@ class HoleSearch:
         """
         end = self._runs.pop(start)
         del self._ends[end]
-        left, right = self._inside(start, start + size), self._inside(end - size, end)
-        is_left = sum(replica.handle.size for replica in left) <= sum(replica.handle.size for replica in right)
+        left = self._inside(start, start + size)
+        right = left if end == start + size else self._inside(end - size, end)
+        is_left = left is right or sum(replica.handle.size for replica in left) <= sum(replica.handle.size for replica in right)
         offset = start if is_left else end - size
         victims.update(dict.fromkeys(left if is_left else right))
+        self._carved[offset] = offset + size
         if is_left and end > start + size:
             self._add(start + size, end)
         elif not is_left and end - size > start:
