@@ -174,7 +174,17 @@ class NextUse:
 
     def key(self, replica: Replica) -> float:
         """Return the `order` of the next use; replicas of unknown next use are ordered by last use."""
-        distance, overwrites = self.foresight.next_use_of(replica)
+        foresight = self.foresight
+        replays, use_schedule = foresight.replays, replica.handle.use_schedule
+        if replays and use_schedule is not None:  # hot path: the same as below for a use in the oldest replay, if tasks run on one node only
+            oldest = replays[0]
+            done, positions = oldest.done, use_schedule.positions
+            if (use_schedule.replay is None or use_schedule.replay is oldest) and not oldest.partition_nodes and not oldest.has_aside:
+                if positions[-1] < len(done):
+                    index = bisect_left(positions, oldest.frontier)
+                    if index < len(positions) and not done[positions[index]]:
+                        return inf if use_schedule.modes[index] == W else oldest.first_order + positions[index]
+        distance, overwrites = foresight.next_use_of(replica)
         if overwrites:
             return inf
         if distance == FAR:

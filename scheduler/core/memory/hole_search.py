@@ -140,30 +140,42 @@ class HoleSearch:
 
     def _release(self, replica: Replica, size: int) -> int | None:
         """Release a candidate and its small neighbours; return the start of the run around it if that has `size` bytes now."""
-        self._released[replica.offset] = replica
+        runs, ends, released = self._runs, self._ends, self._released
+        released[replica.offset] = replica
         start, end = self._add(replica.offset, replica.offset + replica.handle.size)
         small = size // SMALL
-        if small < PAGE:  # no replica is smaller than a page
+        if end - start >= size or small < PAGE:  # no replica is smaller than a page
             return start if end - start >= size else None
-        starts, ends = self._node.starts, self._node.ends
+        del runs[start], ends[end]
+        starts_of, ends_of = self._node.starts, self._node.ends
         while end - start < size:
-            neighbour = starts.get(end)
+            neighbour = starts_of.get(end)
             if neighbour is None or neighbour.handle.size > small or not self._goes_along(neighbour):
-                neighbour = ends.get(start)
-                if neighbour is None or neighbour.handle.size > small or not self._goes_along(neighbour):
-                    return None
-            self._released[neighbour.offset] = neighbour
-            start, end = self._add(neighbour.offset, neighbour.offset + neighbour.handle.size)
-        return start
+                break
+            released[end] = neighbour
+            end += neighbour.handle.size
+            if end in runs:
+                end = runs.pop(end)
+                del ends[end]
+        while end - start < size:
+            neighbour = ends_of.get(start)
+            if neighbour is None or neighbour.handle.size > small or not self._goes_along(neighbour):
+                break
+            start = neighbour.offset
+            released[start] = neighbour
+            if start in ends:
+                start = ends.pop(start)
+                del runs[start]
+        runs[start] = end
+        ends[end] = start
+        return start if end - start >= size else None
 
     def _goes_along(self, replica: Replica) -> bool:
         """Whether a small neighbour of a released replica may be dropped and has not been released."""
-        if replica.offset in self._released:  # in an extent found before
-            return False
         goes = self._going.get(replica)
         if goes is None:
             goes = self._going[replica] = self._may_go(replica)
-        return goes
+        return goes and replica.offset not in self._released  # else it is in an extent found before
 
     def _add(self, start: int, end: int) -> tuple[int, int]:
         """Enter a run, merge it with its neighbours, and return the merged run."""
