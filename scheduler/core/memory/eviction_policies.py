@@ -176,14 +176,16 @@ class NextUse:
         """Return the `order` of the next use; replicas of unknown next use are ordered by last use."""
         foresight = self.foresight
         replays, use_schedule = foresight.replays, replica.handle.use_schedule
-        if replays and use_schedule is not None:  # hot path: the same as below for a use in the oldest replay, if tasks run on one node only
-            oldest = replays[0]
-            done, positions = oldest.done, use_schedule.positions
-            if (use_schedule.replay is None or use_schedule.replay is oldest) and not oldest.partition_nodes and not oldest.has_aside:
-                if positions[-1] < len(done):
-                    index = bisect_left(positions, oldest.frontier)
-                    if index < len(positions) and not done[positions[index]]:
-                        return inf if use_schedule.modes[index] == W else oldest.first_order + positions[index]
+        if replays and use_schedule is not None:  # hot path: `next_use_of` for data of the oldest replay, if tasks run on one node only
+            oldest, positions = replays[0], use_schedule.positions
+            done, is_foreign = oldest.done, use_schedule.replay is not None and use_schedule.replay is not oldest
+            if not (is_foreign or oldest.partition_nodes or oldest.has_aside) and positions[-1] < len(done):
+                index, end = bisect_left(positions, oldest.frontier), len(positions)
+                while index < end and done[positions[index]]:
+                    index += 1
+                if index == end:  # in the next replay
+                    return inf if use_schedule.modes[0] == W else oldest.first_order + len(done) + positions[0]
+                return inf if use_schedule.modes[index] == W else oldest.first_order + positions[index]
         distance, overwrites = foresight.next_use_of(replica)
         if overwrites:
             return inf

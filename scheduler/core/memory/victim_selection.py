@@ -78,7 +78,7 @@ class Candidates:
         self._entries: dict[Replica, tuple[Entry, Sequence[Queue]]] = {}  # the entry of each replica, and the queues that hold it
         self._num_entries = 0
         self._added: dict[Replica, None] = {}  # without an entry yet: most are used again before the next plan
-        self._checked: set[int] = set()  # numbers of entries found valid by the current plan; nothing changes while it is made
+        self._prices: dict[int, float] = {}  # of entries found valid by the current plan, by number; nothing changes while it is made
 
     def enter(self, replica: Replica) -> None:
         """Count a replica that was installed on the node; it is in use, hence not a candidate yet."""
@@ -100,7 +100,7 @@ class Candidates:
 
     def _take_added(self) -> None:
         """Place replicas added since the last call, if they are still unused."""
-        self._checked.clear()
+        self._prices.clear()
         for replica in self._added:
             if is_unused(replica):
                 self._place(replica)
@@ -223,7 +223,7 @@ class Candidates:
         self._take_added()
         drawn: Drawn = []
         queue = self._queues[1]
-        while len(drawn) < limit and self._first_of(queue, 1) is not None:
+        while len(drawn) < limit and self._first_of(queue, 1) < inf:
             drawn.append((queue, queue.pop()))
         self._put_back(drawn)
         return [entry[2] for _, entry in drawn]
@@ -250,16 +250,13 @@ class Candidates:
         Looking at the clean queue may place entries among the dirty ones, so the dirty queue is examined before and after it.
         """
         clean, dirty = queues
-        if not self.keep_dirty:
-            self._first_of(dirty, 1)
-        least, first = inf, None
-        if self._first_of(clean, 0) is not None:
-            least, first = self.policy.price(clean[-1][0], dirty=False), clean
-        if not self.keep_dirty and self._first_of(dirty, 1) is not None:
-            price = self.policy.price(dirty[-1][0], dirty=True)
-            if price < least:
-                return price, dirty
-        return least, first
+        if self.keep_dirty:
+            return self._first_of(clean, 0), clean if clean else None
+        self._first_of(dirty, 1)
+        price, dirty_price = self._first_of(clean, 0), self._first_of(dirty, 1)
+        if dirty_price < price:
+            return dirty_price, dirty
+        return price, clean if clean else None
 
     def _all(self, drawn: Drawn) -> Iterator[Replica]:
         """Draw candidates in the order of eviction, tiny ones last."""
@@ -272,28 +269,29 @@ class Candidates:
     def _clean(self, queue: Queue, drawn: Drawn, later_than: float) -> Iterator[Replica]:
         """Draw at most `TRIED` candidates of a clean queue that are next used after `later_than`."""
         for _ in range(TRIED):
-            replica = self._first_of(queue, 0)
-            if replica is None or queue[-1][0] <= later_than:
+            if self._first_of(queue, 0) == inf or queue[-1][0] <= later_than:
                 return
-            drawn.append((queue, queue.pop()))
-            if not replica.pins:
-                yield replica
+            entry = queue.pop()
+            drawn.append((queue, entry))
+            if not entry[2].pins:
+                yield entry[2]
 
-    def _first_of(self, queue: Queue, dirty: int) -> Replica | None:
-        """Return the first candidate of a queue, after removing or replacing stale entries before it."""
-        checked = self._checked
+    def _first_of(self, queue: Queue, dirty: int) -> float:
+        """Return the price of the first candidate of a queue, after removing or replacing stale entries before it; infinity if there is none."""
+        prices = self._prices
         while queue:
             key, number, replica = queue[-1]
-            if number in checked:
-                return replica
+            price = prices.get(number)
+            if price is not None:
+                return price
             if not is_unused(replica):
                 self._remove(replica)
             elif is_dirty(replica) != dirty or self.policy.key(replica) != key:
                 self._place(replica)
             else:
-                checked.add(number)
-                return replica
-        return None
+                price = prices[number] = self.policy.price(key, dirty=bool(dirty))
+                return price
+        return inf
 
     @staticmethod
     def _put_back(drawn: Drawn) -> None:
