@@ -12,7 +12,7 @@ Knows the replicas of the nodes (`replicas`) and the order of eviction (`victim_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import DoesNotFit
@@ -20,8 +20,9 @@ from ..events import Action
 from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from ..shortage import Shortage, access_sizes
 from . import coherence
-from .memory_node import Extent
-from .replicas import Replicas
+from .hole_search import Holes
+from .memory_node import Extent, MemoryNode
+from .replicas import Replicas, Room
 
 SOON: Final = 256
 """Number of planned tasks within which the next use of a clean replica protects it: it goes then only if the eviction policy chooses it."""
@@ -39,16 +40,47 @@ class Missing(NamedTuple):
     """The data that a task misses on its node before it is admitted.
 
     Attributes:
-        new: positions of the accesses whose handles need an extent on the node, scratch included.
-        unbacked: handles that may need a backing replica on the last tier.
+        new: positions of the accesses whose handles need an extent on the node, scratch included; `handles` are these handles.
+        unbacked: handles that need a backing replica on the last tier.
         copies: whether a copy must be started or waited for.
         unreadable: a handle that the task reads although no replica of it is valid; None if there is none.
     """
 
     new: list[int]
-    unbacked: list[HandleRecord]
+    handles: list[HandleRecord]
+    unbacked: Collection[HandleRecord]
     copies: bool
     unreadable: HandleRecord | None
+
+
+class Reservation(NamedTuple):
+    """A plan to admit a task.
+
+    Attributes:
+        present: replicas of the accesses that are on the task's node, in their order.
+        holes: extents of `missing.new` on the task's node, and replicas to drop for them; None if free memory has room.
+        room: room on the last tier for the backing replicas of `missing.unbacked`; None if there are none, or if the task runs there.
+    """
+
+    present: list[Replica]
+    missing: Missing
+    holes: Holes | None
+    room: Room | None
+
+
+class Blocked(NamedTuple):
+    """The reason why a task is not admitted.
+
+    Attributes:
+        sizes: bytes of the extents for which there are no holes; empty if something else is missing.
+        holes: holes of these sizes that are left once their dirty victims have been written back; None if there are none at all.
+        num_changes: `Candidates.num_changes` of the node at the time.
+    """
+
+    task: Task
+    sizes: Sequence[int] = ()
+    holes: Holes | None = None
+    num_changes: int = -1
 
 
 class Admission:
@@ -62,7 +94,7 @@ class Admission:
             fetched. Not counted on a machine with one node and no files.
     """
 
-    __slots__ = ("_copies", "_foresight", "_last", "_nodes", "_replicas", "_reservations", "_waiting", "num_hits", "num_misses")
+    __slots__ = ("_blocked", "_copies", "_foresight", "_last", "_nodes", "_replicas", "_reservations", "num_hits", "num_misses")
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -71,7 +103,7 @@ class Admission:
         self._foresight = replicas.foresight
         self._reservations = replicas.reservations
         self._copies = replicas.copies
-        self._waiting: dict[NodeId, tuple[Task, Sequence[Replica]]] = {}  # the latest task that waits for write-backs, and its victims; may be over
+        self._blocked: dict[NodeId, Blocked] = {}  # the latest refusal of each node; the task may have been admitted since
         self.num_hits = 0
         self.num_misses = 0
 
@@ -91,20 +123,61 @@ class Admission:
             if self._replicas.has_several:
                 self.num_hits += num_inputs(task)
             return True
+        plan = self._plan(task, present, missing)
+        if isinstance(plan, Reservation):
+            self._commit(task, plan, actions)
+            return True
+        if plan is not self._blocked.get(task.node):
+            self._blocked[task.node] = plan
+            if plan.holes is not None:
+                self._replicas.are_clean(plan.holes.victims, actions)
+        return False
+
+    def _plan(self, task: Task, present: list[Replica], missing: Missing) -> Reservation | Blocked:
+        """Return what the task takes to be admitted, or why it cannot be admitted now. Nothing changes.
+
+        Raises:
+            NothingToRead: the task reads data that does not exist.
+        """
         if (missing.new or missing.unbacked) and not self._reservations.allow(task):
-            return False
+            return Blocked(task)
         if missing.unreadable is not None:
             raise NothingToRead(missing.unreadable)
-        node = self._nodes[task.node]
-        handles = [task.accesses[position][0] for position in missing.new]
-        extents = node.take_all(handles)
-        if extents is None:
-            return self._replicas.has_several and self._admit_by_eviction(task, present, missing, actions)
-        if task.node != self._last and not self._reserve_backing(missing.unbacked, task.order, actions):
-            node.give_all(handles, extents)
-            return False
-        self._commit(task, present, missing, extents, actions)
-        return True
+        holes = room = None
+        if missing.new and not self._nodes[task.node].fits(missing.handles, preferred=True):
+            planned = self._plan_holes(task, sorted([handle.size for handle in missing.handles], reverse=True))
+            if isinstance(planned, Blocked):
+                return planned
+            holes = planned
+        if missing.unbacked and task.node != self._last:
+            room = self._replicas.plan_backing(missing.unbacked)
+            if room is None:
+                return Blocked(task)
+        return Reservation(present, missing, holes, room)
+
+    def _plan_holes(self, task: Task, sizes: Sequence[int]) -> Holes | Blocked:
+        """Return holes of these sizes on the task's node over replicas that can be dropped at once.
+
+        Clean replicas that are not needed soon are preferred; otherwise the eviction policy decides. What the task itself uses stays.
+        """
+        node_id, foresight = task.node, self._foresight
+        candidates = self._replicas.candidates[node_id]
+        if node_id == self._last and not self._replicas.num_files:  # nothing can be dropped
+            return candidates.plan_free(sizes) or Blocked(task)
+        blocked = self._blocked.get(node_id)
+        if blocked is not None and blocked.task is task and blocked.sizes == sizes:
+            if blocked.holes is None:
+                if blocked.num_changes == candidates.num_changes:
+                    return blocked
+            elif any(victim.outgoing for victim in blocked.holes.victims):
+                return blocked  # wait for these write-backs; the end of each one leads to another attempt
+            elif candidates.still_fits(sizes, blocked.holes):
+                return blocked.holes
+        kept = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
+        holes = candidates.plan_droppable(sizes, foresight.order + SOON * foresight.num_partitions, kept) or candidates.plan(sizes, kept)
+        if holes is not None and all(not victim.pins and not coherence.is_needed(victim) for victim in holes.victims):
+            return holes
+        return Blocked(task, sizes, holes, candidates.num_changes)
 
     def does_not_fit(self, task: Task) -> DoesNotFit:
         """Return the error for a task that does not fit although everything that can be dropped is gone."""
@@ -128,7 +201,8 @@ class Admission:
         """
         node_id, several = task.node, self._replicas.has_several
         new: list[int] = []
-        unbacked: list[HandleRecord] = []
+        handles: list[HandleRecord] = []
+        unbacked: dict[HandleRecord, None] = {}
         unreadable = None
         copies = False
         for handle, mode in task.accesses:
@@ -137,84 +211,56 @@ class Admission:
                 present.append(replica)
             if replica is None:
                 new.append(len(present) + len(new))
+                handles.append(handle)
                 if mode == SCRATCH:
                     continue
                 copies = copies or mode != W or bool(handle.replicas)
                 is_read = mode == R or mode == RW
                 if coherence.wants_backing(handle, mode, self._last):
-                    unbacked.append(handle)
+                    unbacked[handle] = None
             elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
                 copies, is_read = True, False
-                if mode != R and FILE in handle.replicas:
-                    unbacked.append(handle)
+                if mode != R and FILE in handle.replicas and coherence.wants_backing(handle, mode, self._last):
+                    unbacked[handle] = None
             elif replica.state == "reserved" and mode != W:  # an empty backing replica
                 copies = is_read = True
             else:
                 continue
             if is_read and unreadable is None and coherence.best_source(handle, None) is None:
                 unreadable = handle
-        return Missing(new, unbacked, copies, unreadable) if new or copies else None
+        return Missing(new, handles, unbacked, copies, unreadable) if new or copies else None
 
-    def _admit_by_eviction(self, task: Task, present: list[Replica], missing: Missing, actions: list[Action]) -> bool:
-        """Admit a task for which there is no hole, over replicas that are dropped for it; as `admit`."""
-        node_id, node = task.node, self._nodes[task.node]
-        if node_id == self._last and not self._replicas.num_files:
-            return False
-        waiting = self._waiting.get(node_id)
-        if waiting is not None and waiting[0] is task:
-            if any(victim.outgoing for victim in waiting[1]):
-                return False  # wait for these write-backs; the end of each one leads to another attempt
-            del self._waiting[node_id]
-        largest_first = sorted(missing.new, key=lambda position: -task.accesses[position][0].size)
-        plan = self._find_extents(task, [task.accesses[position][0].size for position in largest_first])
-        if plan is None:
-            return False
-        offsets, victims = plan
-        if not self._replicas.are_clean(victims, actions):
-            self._waiting[node_id] = task, victims
-            return False
-        if node_id != self._last and not self._reserve_backing(missing.unbacked, task.order, actions):
-            return False
-        self._replicas.evict(victims, actions)
-        offset_of = dict(zip(largest_first, offsets, strict=True))
-        for position, offset in offset_of.items():
-            handle = task.accesses[position][0]
-            node.take_at(offset, handle.size, handle.data_class)
-        self._commit(task, present, missing, [(offset_of[position], NEWEST) for position in missing.new], actions)
-        return True
-
-    def _find_extents(self, task: Task, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
-        """Return offsets on the task's node and the replicas that are in the way there.
-
-        Clean replicas that are not needed soon are preferred; otherwise the eviction policy decides. What the task itself uses stays.
-        """
-        node_id, foresight = task.node, self._foresight
-        own = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
-        for replica in own:
-            replica.pins += 1
-        candidates = self._replicas.candidates[node_id]
-        plan = candidates.plan_droppable(sizes, foresight.order + SOON * foresight.num_partitions) or candidates.plan(sizes)
-        for replica in own:
-            self._replicas.unpin(replica)
-        return plan
-
-    def _commit(self, task: Task, present: list[Replica], missing: Missing, extents: Sequence[Extent], actions: list[Action]) -> None:
-        """Install the task's new replicas in extents just taken, pin all that it uses, and start its copies."""
-        node_id, install = task.node, self._replicas.install
-        for position, (offset, kernel_mark) in zip(missing.new, extents, strict=True):
-            handle, mode = task.accesses[position]
-            present.insert(position, install(handle, node_id, offset, kernel_mark, private=mode == SCRATCH))
+    def _commit(self, task: Task, plan: Reservation, actions: list[Action]) -> None:
+        """Reserve backing replicas, make room, install the task's new replicas, pin all that it uses, and start its copies."""
+        node_id, replicas, present, missing = task.node, self._replicas, plan.present, plan.missing
+        node, handles = self._nodes[node_id], missing.handles
+        if plan.room is not None:
+            replicas.reserve_backing(missing.unbacked, plan.room, task.order, actions)
+        extents = node.take_all(handles, preferred=True) if plan.holes is None else self._take_holes(node, handles, plan.holes, actions)
+        for position, handle, (offset, kernel_mark) in zip(missing.new, handles, extents, strict=True):
+            is_scratch = task.accesses[position][1] == SCRATCH
+            present.insert(position, replicas.install(handle, node_id, offset, kernel_mark, private=is_scratch))
         self._pin(task, present)
         if node_id == self._last:
             for handle in missing.unbacked:
                 self._reservations.enter(handle.replicas[node_id], task.order)
-        if extents or missing.unbacked:
-            self._nodes[node_id].mark()
+        if handles or missing.unbacked:
+            node.mark()
             self._nodes[self._last].mark()
         if missing.copies:
             self._start_copies(task, actions)
-        elif self._replicas.has_several:
+        elif replicas.has_several:
             self.num_hits += num_inputs(task)
+
+    def _take_holes(self, node: MemoryNode, handles: Sequence[HandleRecord], holes: Holes, actions: list[Action]) -> list[Extent]:
+        """Drop the victims of holes that were planned for the sizes of handles, largest first, and take the extents."""
+        self._replicas.evict([victim for victim in holes.victims if node.starts.get(victim.offset) is victim], actions)
+        extents: list[Extent] = [(0, NEWEST)] * len(handles)
+        largest_first = sorted(range(len(handles)), key=lambda number: -handles[number].size)
+        for number, offset in zip(largest_first, holes.offsets, strict=True):
+            node.take_at(offset, handles[number].size, handles[number].data_class)
+            extents[number] = offset, NEWEST
+        return extents
 
     def _pin(self, task: Task, replicas: list[Replica]) -> None:
         """Give the task its replicas; while it uses them, none is dropped."""
@@ -223,18 +269,6 @@ class Admission:
             replica.pins += 1
             replica.last_use = clock
         task.replicas = replicas
-
-    def _reserve_backing(self, handles: Sequence[HandleRecord], order: int, actions: list[Action]) -> bool:
-        """Reserve the backing replicas of the results of the task of that `order`, all or none."""
-        reserved: list[Replica] = []
-        for handle in handles:
-            if coherence.wants_backing(handle, W, self._last):
-                if not self._replicas.reserve_backing(handle, order, actions):
-                    for backing in reserved:
-                        self._replicas.release_backing(backing, actions)
-                    return False
-                reserved.append(handle.replicas[self._last])
-        return True
 
     def _start_copies(self, task: Task, actions: list[Action]) -> None:
         """Start the copies that the admitted task needs, and make it wait for copies of the data that it writes."""

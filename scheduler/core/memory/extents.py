@@ -8,6 +8,7 @@ memory. Knows nothing of replicas, tasks or budgets (`memory_node`).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import Final
 
 from ..errors import InvalidEvent
@@ -101,6 +102,30 @@ class ExtentAllocator:
         if offset is not None:
             self.used += size
         return offset
+
+    def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
+        """Return whether `allocate` would find extents for these pairs (size, wanted offset), one after the other. Nothing is allocated."""
+        if len(requests) == 1:
+            ((size, _),) = requests
+            if self._bins.get(size) or self._has_hole(size):
+                return True
+            self._flush()
+            return self._has_hole(size)
+        trial = self._copied()
+        return all(trial.allocate(size, wanted) is not None for size, wanted in requests)
+
+    def _has_hole(self, size: int) -> bool:
+        """Return whether the gap or a free extent outside of bins has `size` bytes."""
+        return self.high - self.low >= size or any(holes and holes[-1][0] >= size for holes in self._by_size)
+
+    def _copied(self) -> ExtentAllocator:
+        """Return an allocator in the same state."""
+        twin = ExtentAllocator(self.capacity, keeps_offsets=self.keeps_offsets)
+        twin.low, twin.high, twin.used, twin.binned = self.low, self.high, self.used, self.binned
+        twin._bins = {size: bin_.copy() for size, bin_ in self._bins.items()}
+        twin._starts, twin._ends = self._starts.copy(), self._ends.copy()
+        twin._by_size = self._by_size[0].copy(), self._by_size[1].copy()
+        return twin
 
     def take_at(self, offset: int, size: int) -> None:
         """Allocate [offset, offset + size), which must be free.

@@ -95,27 +95,41 @@ class MemoryNode:
             self._enter(size, data_class)
         return offset
 
-    def take_all(self, handles: Sequence[HandleRecord]) -> list[Extent] | None:
-        """Take an extent for every handle, at its preferred offset if that is free; the offset found is preferred from then on.
+    def fits(self, handles: Sequence[HandleRecord], *, preferred: bool = False) -> bool:
+        """Return whether free memory has extents for the handles.
 
-        Returns:
-            None, with nothing taken, if a handle finds no hole.
+        Args:
+            preferred: whether they are to be taken by `take_all`, at the preferred offsets of the handles if these are free.
         """
-        extents: list[Extent] = []
+        total, extents = 0, self.extents
         for handle in handles:
-            offset = self.take(handle.size, handle.data_class, handle.preferred_offset)
-            if offset is None:
-                self.give_all(handles[: len(extents)], extents)
-                return None
-            handle.preferred_offset = offset
-            extents.append((offset, self.extents.kernel_mark))
-        return extents
+            total += handle.size
+        if self.is_storage or self.is_counted:
+            return extents.used + total <= self.budget
+        if extents.high - extents.low >= total << len(handles):  # hot path: a preferred extent leaves half of the rest of the gap, or more
+            return True
+        if extents.used + total > extents.capacity:
+            return False
+        return extents.fits([(handle.size, handle.preferred_offset if preferred else -1) for handle in handles])
 
-    def give_all(self, handles: Sequence[HandleRecord], extents: Sequence[Extent]) -> None:
-        """Free extents that no replica occupies."""
-        for handle, (offset, kernel_mark) in zip(handles, extents, strict=True):
-            self.extents.free(offset, handle.size, kernel_mark)
-            self.by_class[handle.data_class] -= handle.size
+    def take_all(self, handles: Sequence[HandleRecord], *, preferred: bool) -> list[Extent]:
+        """Take an extent for every handle; they must fit.
+
+        Args:
+            preferred: whether each is taken at the handle's preferred offset if that is free, and its offset is preferred from then on.
+        """
+        taken: list[Extent] = []
+        extents = self.extents
+        for handle in handles:
+            size, data_class = handle.size, handle.data_class
+            offset = extents.allocate(size, handle.preferred_offset if preferred else -1)
+            assert offset is not None
+            self.by_class[data_class] += size
+            self.taken += size
+            if preferred:
+                handle.preferred_offset = offset
+            taken.append((offset, extents.kernel_mark))
+        return taken
 
     def adopt(self, size: int, data_class: DataClass) -> int:
         """Return the offset of a new extent on a counted node, for data that is there already, even above the budget."""

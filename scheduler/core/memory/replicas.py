@@ -13,18 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from ..errors import DoesNotFit, InvalidEvent
 from ..events import Action, DiscardExtent, ForgetObject
-from ..records import FILE, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
+from ..records import FILE, NEWEST, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
 from ..shortage import AccessSize, Shortage
 from . import coherence
 from .eviction_policies import EvictionPolicy, Foresight
 from .extents import rounded
+from .hole_search import Holes
 from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
 from .victim_selection import Candidates
+
+
+class Room(NamedTuple):
+    """Room for extents on one node.
+
+    Attributes:
+        handles: handles that get an extent each.
+        holes: their extents, and replicas to drop for them; None if they fit free memory.
+    """
+
+    node: NodeId
+    handles: Sequence[HandleRecord]
+    holes: Holes | None
 
 
 class Replicas:
@@ -106,10 +121,11 @@ class Replicas:
             return
         node = self.nodes[RAM]
         memory = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
-        offset = self._take(RAM, memory, actions)
-        if offset is None:
+        room = self.plan_room(RAM, [memory])
+        if room is None:
             sizes = (AccessSize("", repr(handle), nbytes),)
             raise DoesNotFit(Shortage("readers", node.name, nbytes, node.budget, node.used, sizes=sizes))
+        (offset,) = self.take_room(room, actions)
         replica = self.install(memory, RAM, offset, private=True)
         replica.is_backing = True
         if self.last == RAM:
@@ -137,16 +153,18 @@ class Replicas:
         node = self.nodes[RAM]
         if handle.replicas or handle in self.held or not node.is_counted:
             raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, but no data can appear there by itself")
+        room = None if stays or self.last == RAM else self.plan_backing([handle])
+        if room is None and not stays and self.last != RAM:
+            below = self.nodes[self.last]
+            raise DoesNotFit(Shortage("full", below.name, handle.nbytes, below.budget, below.used))
         replica = self.install(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
         if stays:
             replica.is_backing = True
             self.held[handle] = replica
-        elif self.last == RAM:
+        elif room is None:
             self.reservations.enter(replica, 0)
-        elif not self.reserve_backing(handle, 0, actions):
-            self.drop(replica, actions)
-            below = self.nodes[self.last]
-            raise DoesNotFit(Shortage("full", below.name, handle.nbytes, below.budget, below.used))
+        else:
+            self.reserve_backing([handle], room, 0, actions)
         if not stays:
             replica.state = "modified"
             if not replica.is_backing:
@@ -174,39 +192,47 @@ class Replicas:
             self.wanted.clear()
         self.wanted.update(handle for handle in handles if len(handle.replicas) == 1 and FILE in handle.replicas)
 
-    def _take(self, node_id: NodeId, handle: HandleRecord, actions: list[Action]) -> int | None:
-        """Take an extent for a handle, in memory dropping clean replicas if there is no hole; return its offset, or None if that fails."""
+    def plan_room(self, node_id: NodeId, handles: Sequence[HandleRecord]) -> Room | None:
+        """Return room for extents of the handles, in memory over clean replicas if there are no holes; None if they do not fit."""
         node, candidates = self.nodes[node_id], self.candidates[node_id]
-        offset = node.take(handle.size, handle.data_class)
-        if offset is None and not node.is_storage and (self.num_files or node_id != self.last):  # a disk tier refuses for its budget only
-            plan = candidates.plan([handle.size])
-            if plan is None or any(victim.pins or coherence.is_needed(victim) for victim in plan[1]):
-                plan = candidates.plan_droppable([handle.size], -inf)
-            if plan is not None:
-                (offset,), victims = plan
-                self.evict(victims, actions)
-                node.take_at(offset, handle.size, handle.data_class)
-        return offset
+        if node.fits(handles):
+            return Room(node_id, handles, None)
+        if node.is_storage:  # it refuses for its budget only
+            return None
+        sizes = [handle.size for handle in handles]
+        if not self.num_files and node_id == self.last:  # nothing can be dropped
+            holes = candidates.plan_free(sizes)
+        else:
+            holes = candidates.plan(sizes)
+            if holes is None or any(victim.pins or coherence.is_needed(victim) for victim in holes.victims):
+                holes = candidates.plan_droppable(sizes, -inf)
+        return None if holes is None else Room(node_id, handles, holes)
 
-    def reserve_backing(self, handle: HandleRecord, order: int, actions: list[Action]) -> bool:
-        """Reserve the backing replica of a handle for the task of that `order`; return whether it fits.
+    def take_room(self, room: Room, actions: list[Action]) -> list[int]:
+        """Take planned extents; return the offset of each handle's."""
+        node, holes = self.nodes[room.node], room.holes
+        if holes is None:
+            return [offset for offset, _ in node.take_all(room.handles, preferred=False)]
+        self.evict(holes.victims, actions)
+        for handle, offset in zip(room.handles, holes.offsets, strict=True):
+            node.take_at(offset, handle.size, handle.data_class)
+        return holes.offsets
+
+    def plan_backing(self, handles: Iterable[HandleRecord]) -> Room | None:
+        """Return room on the last tier for the backing replicas of handles; None if they do not fit.
 
         A replica read from a file becomes the backing replica, or may be dropped for it.
         """
-        backing = handle.replicas.get(self.last)
-        if backing is None:
-            offset = self._take(self.last, handle, actions)
-            if offset is None:
-                return False
-            backing = self.install(handle, self.last, offset)
-        self.reservations.enter(backing, order)
-        return True
+        last = self.last
+        return self.plan_room(last, [handle for handle in handles if last not in handle.replicas])
 
-    def release_backing(self, backing: Replica, actions: list[Action]) -> None:
-        """Undo `reserve_backing`. No waiting task can gain from it, so `num_released` stays."""
-        num_released = self.num_released
-        self._end_backing(backing, actions)
-        self.num_released = num_released
+    def reserve_backing(self, handles: Iterable[HandleRecord], room: Room, order: int, actions: list[Action]) -> None:
+        """Reserve backing replicas for the task of that `order`, in the room planned for those that need an extent."""
+        last = self.last
+        for handle, offset in zip(room.handles, self.take_room(room, actions), strict=True):
+            self.install(handle, last, offset, NEWEST)
+        for handle in handles:
+            self.reservations.enter(handle.replicas[last], order)
 
     def forget_write(self, handle: HandleRecord, actions: list[Action]) -> None:
         """Give data in a file its backing replica there again, because the task that was to write the handle never will."""

@@ -1,28 +1,28 @@
-"""Candidates for eviction of one node: its unused replicas in the order in which they should go.
+"""Candidates for eviction of one node: its unused replicas, and the choice of those that make room for extents.
 
 `Candidates` keeps *clean* replicas, whose loss costs at most a reload, and *dirty* ones, which must be written back first, in sorted queues: all of
-them, those of each size, and tiny ones. It asks `hole_search` which of them to drop. Three rules change the order of the policy:
+them, those of each size, and tiny ones. `hole_search` chooses holes for which the dropped replicas cost least, by two rules:
 
 - A candidate of exactly the wanted size goes first, unless it is much dearer than the best: tiles have few sizes, and replacing like by like keeps
   memory whole.
-- Tiny replicas go last. They were almost half of all copies of a GPT-2 step, each as slow as a tile's, and freed hardly any bytes.
-- If prices add up and the hole costs more than an equal amount of the cheapest candidates, the cheapest neighbours are taken instead.
+- A tiny replica counts like one of `TINY_COST` times that size. Tiny ones were almost half of all copies of a GPT-2 step, each as slow as a tile's.
 
-A candidate has one entry. It is removed when the replica is dropped, and examined when it is the first of a queue: only then is the entry of a
-replica that has come into use removed, and that of a replica whose next use or dirtiness has changed placed anew.
+A candidate has one entry. It leaves the queues when the replica is dropped. Entries of replicas in use are skipped; those whose next use or dirtiness
+has changed are placed anew when they are chosen.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
 from ..records import Replica
 from . import coherence
 from .eviction_policies import EvictionPolicy, is_foreseen
-from .hole_search import Holes, HoleSearch
+from .hole_search import Holes, HoleSearch, Span
 from .memory_node import MemoryNode
 
 TINY: Final = 1 << 13
@@ -32,13 +32,19 @@ TINY_NBYTES: Final = 64 << 10
 """Largest size in bytes that counts as tiny on any node."""
 
 TINY_SHARE: Final = 16
-"""Budget of a node over the bytes of its tiny replicas, above which they no longer go last."""
+"""Budget of a node over the bytes of its tiny replicas, above which they are sorted among the others."""
 
-TRIED: Final = 200
-"""Largest number of candidates examined for a hole that no task waits for."""
+FEW: Final = 256
+"""Number of candidates of each queue among which holes are sought first."""
 
-Entry = tuple[float, int, Replica]
-"""(key, -number of the entry, replica), in ascending order, so that the last entry of a queue goes first. The number breaks ties."""
+MORE: Final = 8
+"""Factor by which that number grows if they do not suffice."""
+
+TINY_COST: Final = 4
+"""Bytes for which any smaller replica counts when costs are compared, over the size of the largest tiny one: a copy takes time to start."""
+
+Entry = Span
+"""(key, -number of the entry, replica, start, end), in ascending order, so that the last entry of a queue goes first. The number breaks ties."""
 
 Queue = list[Entry]
 """Sorted entries."""
@@ -48,9 +54,6 @@ Queues = tuple[Queue, Queue]
 
 Drawn = list[tuple[Queue, Entry]]
 """Entries that a plan has taken out of their queues, to be put back at its end."""
-
-
-_NO_ENTRY: Final[tuple[Entry | None, Sequence[Queue]]] = (None, ())
 
 
 class Candidates:
@@ -64,6 +67,7 @@ class Candidates:
         tiny: size in bytes of the largest replica that counts as tiny.
         tiny_nbytes: bytes of all tiny replicas on the node.
         keep_dirty: whether write-backs have become impossible, so that dirty replicas must stay.
+        num_changes: number of replicas that were added or dropped so far. Until it changes, a plan that has failed would fail again.
     """
 
     def __init__(self, node: MemoryNode, policy: EvictionPolicy) -> None:
@@ -72,6 +76,7 @@ class Candidates:
         self.tiny = min(TINY_NBYTES, node.budget // TINY)
         self.tiny_nbytes = 0
         self.keep_dirty = False
+        self.num_changes = 0
         self._queues: Queues = ([], [])  # without tiny ones
         self._tiny: Queues = ([], [])
         self._by_size: dict[int, Queues] = {}  # without tiny ones
@@ -91,11 +96,15 @@ class Candidates:
         size = replica.handle.size
         if size <= self.tiny:
             self.tiny_nbytes -= size
-        self._added.pop(replica, None)
-        self._remove(replica)
+        self.num_changes += 1
+        if replica in self._added:
+            del self._added[replica]
+        if replica in self._entries:
+            self._remove(replica)
 
     def add(self, replica: Replica) -> None:
         """Make a replica a candidate: only copies use it."""
+        self.num_changes += 1
         self._added[replica] = None
 
     def _take_added(self) -> None:
@@ -112,8 +121,8 @@ class Candidates:
         dirty = is_dirty(replica)
         key = self.policy.key(replica)
         self._num_entries += 1
-        entry = (key, -self._num_entries, replica)
         size = replica.handle.size
+        entry = (key, -self._num_entries, replica, replica.offset, replica.offset + size)
         queues: tuple[Queue, ...]
         if size <= self.tiny and self.tiny_nbytes * TINY_SHARE <= self.node.budget and is_foreseen(key):
             queues = (self._tiny[dirty],)
@@ -128,28 +137,104 @@ class Candidates:
 
     def _remove(self, replica: Replica) -> None:
         """Remove the entry of a replica, if it has one."""
-        entry, queues = self._entries.pop(replica, _NO_ENTRY)
-        for queue in queues:
-            del queue[bisect_left(queue, entry)]
+        held = self._entries.pop(replica, None)
+        if held is not None:
+            entry, queues = held
+            for queue in queues:
+                del queue[bisect_left(queue, entry)]
 
-    def plan(self, sizes: Sequence[int]) -> Holes | None:
-        """Return holes for extents of `sizes`; None if the candidates do not make enough room."""
-        self._take_added()
+    def plan(self, sizes: Sequence[int], kept: Collection[Replica] = ()) -> Holes | None:
+        """Return holes for extents of `sizes`; None if the candidates do not make enough room.
+
+        Args:
+            kept: replicas that must stay.
+        """
+        self._begin(kept)
+        drawn: Drawn = []
+        holes = self._plan_bytes(sizes, self._all(drawn)) if self.node.is_counted else self._plan_holes(sizes, self._same_size)
+        self._end(drawn, kept)
+        return holes
+
+    def plan_droppable(self, sizes: Sequence[int], later_than: float, kept: Collection[Replica] = ()) -> Holes | None:
+        """Return holes over replicas that can be dropped at once and whose next use has an `order` above `later_than`.
+
+        Args:
+            kept: replicas that must stay.
+        """
+        self._begin(kept)
         drawn: Drawn = []
         if self.node.is_counted:
-            return self._plan_bytes(sizes, self._all(drawn), drawn)
-        search = HoleSearch(self.node, self._may_go)
-        holes = search.in_order(sizes, self._all(drawn), lambda size: self._same_size(size, drawn))
-        self._put_back(drawn)
-        if holes is None or not self.policy.adds_up:
-            return holes
-        cost = self._cost(holes.victims)
-        if cost <= self.policy.tolerance * self._least_cost(holes.victims, drawn):
-            return holes
-        cheaper = HoleSearch(self.node, self._may_go).cheapest(sizes, self._cost_of)
-        return holes if cheaper is None or cost <= self._cost(cheaper.victims) else cheaper
+            holes = self._plan_bytes(sizes, self._clean(drawn, later_than))
+        else:
+            holes = self._plan_holes(sizes, lambda size: self._clean_of_size(size, later_than), later_than)
+        self._end(drawn, kept)
+        return holes
 
-    def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica], drawn: Drawn) -> Holes | None:
+    def _plan_holes(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
+        """Return the cheapest holes whose victims have current entries; arguments as of `_cheapest`."""
+        outdated: Iterable[Replica] = ()
+        while True:
+            was_outdated = bool(outdated)
+            holes = self._cheapest(sizes, of_size, clean_later_than)
+            outdated = [] if holes is None else [victim for victim in holes.victims if self._is_outdated(victim)]
+            if not outdated:
+                return holes
+            for replica in list(self._entries) if was_outdated else outdated:  # a second time: others will be, too
+                self._place(replica)
+
+    def _is_outdated(self, replica: Replica) -> bool:
+        """Whether the next use or the dirtiness of a candidate has changed since it was placed."""
+        entry, queues = self._entries[replica]
+        was_clean = queues[0] is self._queues[0] or queues[0] is self._tiny[0]
+        return was_clean == is_dirty(replica) or self.policy.key(replica) != entry[0]
+
+    def _cheapest(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
+        """Return the cheapest holes over the first candidates of each queue, of as many as it takes.
+
+        Args:
+            of_size: argument of `HoleSearch.cheapest`.
+            clean_later_than: next use after which clean candidates may go; None if all may, and dirty ones, too.
+        """
+        number = FEW
+        while True:
+            spans = partial(self._spans, number, clean_later_than)
+            holes = HoleSearch(self.node).cheapest(sizes, spans, self._cost, of_size, adds_up=self.policy.adds_up)
+            if holes is not None or number >= len(self._entries):
+                return holes
+            number *= MORE
+
+    def _spans(self, number: int, clean_later_than: float | None) -> list[Span]:
+        """Return the entries of the first `number` candidates of each queue that may go."""
+        if clean_later_than is not None:
+            least = (clean_later_than, 1)  # above all entries of this key
+            late = [queue[max(bisect_left(queue, least), len(queue) - number) :] for queue in (self._queues[0], self._tiny[0])]
+            return [entry for queue in late for entry in queue if not entry[2].pins and not entry[2].is_backing]
+        queues = (self._queues[0], self._tiny[0]) if self.keep_dirty else (*self._queues, *self._tiny)
+        return [entry for queue in queues for entry in queue[-number:] if entry[2].pins == entry[2].outgoing and not entry[2].is_backing]
+
+    def _cost(self, span: Span) -> float:
+        """Return the price of a candidate; of all its bytes, if prices add up."""
+        key, _, replica, start, end = span
+        price = self.policy.price(key, dirty=is_dirty(replica))
+        return price * max(end - start, self.tiny * TINY_COST) if self.policy.adds_up else price
+
+    def _begin(self, kept: Collection[Replica]) -> None:
+        """Begin a plan in which the replicas `kept` are no candidates."""
+        for replica in kept:
+            self._added.pop(replica, None)
+            self._remove(replica)
+        self._take_added()
+
+    def _end(self, drawn: Drawn, kept: Collection[Replica] = ()) -> None:
+        """End a plan: return drawn entries to their queues, and make candidates of the kept replicas again."""
+        for queue, entry in reversed(drawn):
+            if not queue or queue[-1] < entry:  # hot path: all but those before which another one was placed meanwhile
+                queue.append(entry)
+            else:
+                insort(queue, entry)
+        self._added.update(dict.fromkeys(filter(is_unused, kept)))
+
+    def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica]) -> Holes | None:
         """Return the first candidates with enough bytes together, for a node on which only bytes are counted."""
         excess = self.node.used + sum(sizes) - self.node.budget
         victims: dict[Replica, None] = {}
@@ -157,61 +242,25 @@ class Candidates:
             if replica not in victims:
                 victims[replica] = None
                 excess -= replica.handle.size
-        self._put_back(drawn)
-        holes = None if excess > 0 else HoleSearch(self.node, self._may_go).in_order(sizes, iter(()), lambda size: None)
+        holes = None if excess > 0 else self.plan_free(sizes)
         return None if holes is None else Holes(holes.offsets, list(victims))
 
-    def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
-        """Return the cost of the first candidates drawn, as many bytes of them as the victims have, wherever they lie."""
-        cost, missing = 0.0, sum(replica.handle.size for replica in victims)
-        for replica in dict.fromkeys(entry[2] for _, entry in drawn):  # one drawn for its size may have been drawn again
-            if missing <= 0:
-                break
-            cost += self._cost_of(replica)
-            missing -= replica.handle.size
-        return cost
+    def plan_free(self, sizes: Sequence[int]) -> Holes | None:
+        """Return holes in free memory for extents of `sizes`; None if there are too few."""
+        return HoleSearch(self.node).cheapest(sizes, list, self._cost, lambda size: None, adds_up=True)
 
-    def _cost(self, victims: Sequence[Replica]) -> float:
-        return sum(map(self._cost_of, victims))
-
-    def _cost_of(self, replica: Replica) -> float:
-        """Return the size of a replica times its price when it was last added; infinity if it must stay."""
-        entry = self._entries.get(replica)
-        if entry is None or replica.pins != replica.outgoing or replica.is_backing:  # hot path: `is_unused`
-            return inf
-        is_needed = coherence.is_needed(replica)
-        if is_needed and self.keep_dirty:
-            return inf
-        return replica.handle.size * self.policy.price(entry[0][0], dirty=is_needed and not replica.outgoing)
-
-    def plan_droppable(self, sizes: Sequence[int], later_than: float) -> Holes | None:
-        """Return holes over replicas that can be dropped at once and whose next use has an `order` above `later_than`.
-
-        Only the first `TRIED` candidates are examined.
-        """
-        self._take_added()
-        drawn: Drawn = []
-        candidates = self._clean(self._queues[0], drawn, later_than)
-        if self.node.is_counted:
-            return self._plan_bytes(sizes, candidates, drawn)
-        search = HoleSearch(self.node, lambda replica: self._is_droppable(replica, later_than))
-        holes = search.in_order(sizes, candidates, lambda size: self._clean_of_size(size, drawn, later_than))
-        self._put_back(drawn)
-        return holes
-
-    def _may_go(self, replica: Replica) -> bool:
-        """Whether a replica may be dropped, after a write-back if it is dirty."""
-        return is_unused(replica) and not (self.keep_dirty and coherence.is_needed(replica))
-
-    def _is_droppable(self, replica: Replica, later_than: float) -> bool:
-        """Whether a replica can be dropped at once, and is next used after `later_than`."""
-        return self._may_go(replica) and not replica.pins and not coherence.is_needed(replica) and self.policy.key(replica) > later_than
+    def still_fits(self, sizes: Sequence[int], holes: Holes) -> bool:
+        """Return whether the holes of an earlier plan can be had now by dropping those of their victims that are left."""
+        starts = self.node.starts
+        left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
+        droppable = all(not victim.pins and not victim.is_backing and not coherence.is_needed(victim) for victim in left)
+        return droppable and HoleSearch(self.node).in_place(sizes, holes)
 
     def clean_nbytes(self, enough: int) -> int:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
         self._take_added()
         nbytes = 0
-        for _, _, replica in self._queues[0]:
+        for _, _, replica, _, _ in self._queues[0]:
             if nbytes >= enough:
                 break
             if is_unused(replica):
@@ -225,24 +274,25 @@ class Candidates:
         queue = self._queues[1]
         while len(drawn) < limit and self._first_of(queue, 1) < inf:
             drawn.append((queue, queue.pop()))
-        self._put_back(drawn)
+        self._end(drawn)
         return [entry[2] for _, entry in drawn]
 
-    def _same_size(self, size: int, drawn: Drawn) -> Replica | None:
-        """Draw the first candidate of exactly that size, unless its price exceeds the best by more than the policy's tolerance."""
+    def _same_size(self, size: int) -> Replica | None:
+        """Return the first candidate of exactly that size, unless its price exceeds the best by more than the policy's tolerance."""
         queues = self._by_size.get(size)
         if queues is None:
             return None
-        (price, queue), (least, _) = self._first(queues), self._first(self._queues)
-        if queue is None or price > self.policy.tolerance * least:
+        price, queue = self._first(queues)
+        if queue is None or price > self.policy.tolerance * self._first(self._queues)[0]:
             return None
-        drawn.append((queue, queue.pop()))
-        return drawn[-1][1][2]
+        return queue[-1][2]
 
-    def _clean_of_size(self, size: int, drawn: Drawn, later_than: float) -> Replica | None:
-        """Draw the first clean candidate of exactly that size which is next used after `later_than`."""
-        queues = self._by_size.get(size)
-        return None if queues is None else next(self._clean(queues[0], drawn, later_than), None)
+    def _clean_of_size(self, size: int, later_than: float) -> Replica | None:
+        """Return the first clean candidate of exactly that size, if it is next used after `later_than`."""
+        queue = self._by_size.get(size, ((), ()))[0]
+        if not queue or self._first_of(queue, 0) == inf or queue[-1][0] <= later_than or queue[-1][2].pins:
+            return None
+        return queue[-1][2]
 
     def _first(self, queues: Queues) -> tuple[float, Queue | None]:
         """Return the price of the first candidate, and its queue; infinity and None if there is none.
@@ -266,11 +316,10 @@ class Candidates:
                 drawn.append((queue, entry))
                 yield entry[2]
 
-    def _clean(self, queue: Queue, drawn: Drawn, later_than: float) -> Iterator[Replica]:
-        """Draw at most `TRIED` candidates of a clean queue that are next used after `later_than`."""
-        for _ in range(TRIED):
-            if self._first_of(queue, 0) == inf or queue[-1][0] <= later_than:
-                return
+    def _clean(self, drawn: Drawn, later_than: float) -> Iterator[Replica]:
+        """Draw clean candidates that are next used after `later_than`."""
+        queue = self._queues[0]
+        while self._first_of(queue, 0) < inf and queue[-1][0] > later_than:
             entry = queue.pop()
             drawn.append((queue, entry))
             if not entry[2].pins:
@@ -280,7 +329,7 @@ class Candidates:
         """Return the price of the first candidate of a queue, after removing or replacing stale entries before it; infinity if there is none."""
         prices = self._prices
         while queue:
-            key, number, replica = queue[-1]
+            key, number, replica, _, _ = queue[-1]
             price = prices.get(number)
             if price is not None:
                 return price
@@ -292,15 +341,6 @@ class Candidates:
                 price = prices[number] = self.policy.price(key, dirty=bool(dirty))
                 return price
         return inf
-
-    @staticmethod
-    def _put_back(drawn: Drawn) -> None:
-        """Return drawn entries to their queues."""
-        for queue, entry in reversed(drawn):
-            if not queue or queue[-1] < entry:  # hot path: all but those before which another one was placed meanwhile
-                queue.append(entry)
-            else:
-                insort(queue, entry)
 
 
 def is_dirty(replica: Replica) -> bool:

@@ -379,7 +379,7 @@ def test_victims_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not anew with the end of every copy, while others of a blocked task's victims are still being written back."""
     plans = []
     plan = victims.Candidates.plan
-    monkeypatch.setattr(victims.Candidates, "plan", lambda candidates, sizes: plans.append(sizes) or plan(candidates, sizes))
+    monkeypatch.setattr(victims.Candidates, "plan", lambda candidates, sizes, kept: plans.append(sizes) or plan(candidates, sizes, kept))
     driver = FakeDriver((6, 60), [("cpu", RAM, 4)], storage=True)
     written(driver, *"abcdef", kind="cpu")
     blocked = driver.submit((driver.handle(2, "large"), W))
