@@ -375,6 +375,17 @@ def test_what_nobody_uses_any_more_goes_before_tiles_in_turn(eviction: str, monk
     driver.check()
 
 
+def test_a_lone_worker_is_filled_while_a_staged_task_runs() -> None:
+    """Also when the task that has ended was not its only one: the next task's inputs would otherwise be fetched one task later."""
+    driver = FakeDriver((60, 60), [("sim", SIM, 2)])
+    runs = [driver.submit((driver.handle(name=f"x{number}"), W), kinds=("sim",)) for number in range(4)]
+    assert [run.task.state for run in runs] == ["running", "staged", "ready", "ready"]
+    driver.finish(runs[0])
+    assert [run.task.state for run in runs] == ["done", "running", "staged", "ready"]
+    driver.drain()
+    driver.check()
+
+
 def test_victims_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not anew with the end of every copy, while others of a blocked task's victims are still being written back."""
     plans = []
