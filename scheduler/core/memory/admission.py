@@ -19,7 +19,7 @@ from ..errors import DoesNotFit
 from ..events import Action
 from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from ..shortage import Shortage, access_sizes
-from . import coherence
+from . import coherence, victim_selection
 from .hole_search import Holes
 from .memory_node import Extent, MemoryNode
 from .replicas import Replicas, Room
@@ -175,7 +175,7 @@ class Admission:
                 return blocked.holes
         kept = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
         holes = candidates.plan_droppable(sizes, foresight.order + SOON * foresight.num_partitions, kept) or candidates.plan(sizes, kept)
-        if holes is not None and all(not victim.pins and not coherence.is_needed(victim) for victim in holes.victims):
+        if holes is not None and all(map(victim_selection.is_droppable, holes.victims)):
             return holes
         return Blocked(task, sizes, holes, candidates.num_changes)
 

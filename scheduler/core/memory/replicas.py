@@ -26,7 +26,7 @@ from .hole_search import Holes
 from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
-from .victim_selection import Candidates
+from .victim_selection import Candidates, is_droppable
 
 
 class Room(NamedTuple):
@@ -204,7 +204,7 @@ class Replicas:
             holes = candidates.plan_free(sizes)
         else:
             holes = candidates.plan(sizes)
-            if holes is None or any(victim.pins or coherence.is_needed(victim) for victim in holes.victims):
+            if holes is None or not all(map(is_droppable, holes.victims)):
                 holes = candidates.plan_droppable(sizes, -inf)
         return None if holes is None else Room(node_id, handles, holes)
 
@@ -396,7 +396,7 @@ class Replicas:
 
     def are_clean(self, victims: Sequence[Replica], actions: list[Action]) -> bool:
         """Whether the victims can be dropped at once; if not, start the missing write-backs."""
-        if all(not victim.pins and not coherence.is_needed(victim) for victim in victims):
+        if all(map(is_droppable, victims)):
             return True
         for victim in victims:
             if not victim.pins and coherence.is_needed(victim):

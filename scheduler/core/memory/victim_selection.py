@@ -210,7 +210,7 @@ class Candidates:
             late = [queue[max(bisect_left(queue, least), len(queue) - number) :] for queue in (self._queues[0], self._tiny[0])]
             return [entry for queue in late for entry in queue if not entry[2].pins and not entry[2].is_backing]
         queues = (self._queues[0], self._tiny[0]) if self.keep_dirty else (*self._queues, *self._tiny)
-        return [entry for queue in queues for entry in queue[-number:] if entry[2].pins == entry[2].outgoing and not entry[2].is_backing]
+        return [entry for queue in queues for entry in queue[-number:] if is_unused(entry[2])]
 
     def _cost(self, span: Span) -> float:
         """Return the price of a candidate; of all its bytes, if prices add up."""
@@ -253,8 +253,7 @@ class Candidates:
         """Return whether the holes of an earlier plan can be had now by dropping those of their victims that are left."""
         starts = self.node.starts
         left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
-        droppable = all(not victim.pins and not victim.is_backing and not coherence.is_needed(victim) for victim in left)
-        return droppable and HoleSearch(self.node).in_place(sizes, holes)
+        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).in_place(sizes, holes)
 
     def clean_nbytes(self, enough: int) -> int:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
@@ -351,3 +350,8 @@ def is_dirty(replica: Replica) -> bool:
 def is_unused(replica: Replica) -> bool:
     """Whether only copies use the replica, and it is not a backing replica."""
     return replica.pins == replica.outgoing and not replica.is_backing
+
+
+def is_droppable(replica: Replica) -> bool:
+    """Whether a candidate can be dropped at once: nothing uses it, and its data is elsewhere, too, or not needed."""
+    return not replica.pins and not coherence.is_needed(replica)

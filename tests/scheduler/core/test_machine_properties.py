@@ -268,11 +268,6 @@ def keep_files(self: Replicas, replica: Replica, actions: list[Action]) -> None:
         honest_drop(self, replica, actions)
 
 
-def find_all_clean(self, victims, actions):  # type: ignore[no-untyped-def]
-    """`Replicas.are_clean` that lets whatever the plan names be dropped."""
-    return True
-
-
 honest_allocate = ExtentAllocator.allocate
 
 
@@ -303,7 +298,7 @@ MUTANTS = {
     "no write-after-read edge": [(graph, "link", no_write_after_read)],
     "evicts pinned replicas": [
         (victims, "is_unused", lambda replica: replica.state != "scratch"),
-        (Replicas, "are_clean", find_all_clean),
+        (victims, "is_droppable", lambda replica: True),
     ],
     "no invalidation on write": [(Replicas, "invalidate_others", lambda self, task, actions: None)],
     "hands an extent out twice": [(ExtentAllocator, "allocate", allocate_twice)],
