@@ -72,6 +72,7 @@ class Lookahead:
         self._num_events = 0  # since the walk began
         self._passed = 0  # bytes that the walk has skipped because their link is full
         self._num_ended = 0  # `Copies.num_ended` of the node when the walk began
+        self._failed: tuple[HandleRecord, int, int] | None = None  # the latest search for victims in vain, and `Candidates.num_changes` at the time
         self._returned: dict[Replay, tuple[int, int]] = {}  # number of each replay, and how many of its `returns` have been handled
 
     def run(self, ended: Task | None, actions: list[Action], *, blocked: bool) -> None:
@@ -285,8 +286,12 @@ class Lookahead:
         keeps = node.extents.keeps_offsets
         offset = node.take(handle.size, handle.data_class, handle.preferred_offset if keeps else -1)
         if offset is None:
-            plan = replicas.candidates[node_id].plan_droppable([handle.size], replicas.foresight.order + distance)
+            candidates, later_than = replicas.candidates[node_id], replicas.foresight.order + distance
+            if self._failed == (handle, later_than, candidates.num_changes):
+                return False
+            plan = candidates.plan_droppable([handle.size], later_than)
             if plan is None:
+                self._failed = handle, later_than, candidates.num_changes
                 return False
             (offset,), victims = plan
             replicas.evict(victims, actions)
