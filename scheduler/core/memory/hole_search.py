@@ -27,13 +27,13 @@ class Holes(NamedTuple):
     victims: list[Replica]
 
 
-Span = tuple[float, int, Replica, int, int]
-"""(key, number, replica, start, end): a replica that may go, with what the caller needs for its cost."""
+Span = tuple[float, int, Replica, int, int, bool]
+"""(key, number, replica, start, end, whether it is dirty): a replica that may go, with what the caller needs for its cost."""
 
-_AnySpan = tuple[float, int, Replica | None, int, int]
+_AnySpan = Span | tuple[float, int, None, int, int, bool]
 """The same, or bytes that are free."""
 
-_END: Final[_AnySpan] = (0.0, 0, None, -2, -2)
+_END: Final[_AnySpan] = (0.0, 0, None, -2, -2, False)
 
 _start = itemgetter(3)
 _key_and_number = itemgetter(0, 1)
@@ -110,7 +110,7 @@ class HoleSearch:
 
     def _cheapest_neighbours(self, size: int, candidates: Sequence[Span], cost_of: Callable[[Span], float], *, adds_up: bool) -> list[Replica]:
         """Return the adjacent replicas that leave a hole of `size` bytes and cost least, those with larger keys first; empty without any."""
-        spans: list[_AnySpan] = [(0.0, 0, None, start, end) for start, end in self._runs.items()]
+        spans: list[_AnySpan] = [(0.0, 0, None, start, end, False) for start, end in self._runs.items()]
         spans += [span for span in candidates if span[3] not in self._released] if self._released else candidates
         spans.sort(key=_start)
         cheapest: Sequence[_AnySpan] = ()
@@ -123,7 +123,7 @@ class HoleSearch:
                         least, cheapest = cost, window
                 first = number
             position = span[4]
-        return [replica for _, _, replica, _, _ in sorted(cheapest, key=_key_and_number, reverse=True) if replica is not None]
+        return [span[2] for span in sorted(cheapest, key=_key_and_number, reverse=True) if span[2] is not None]
 
     def _add(self, start: int, end: int) -> tuple[int, int]:
         """Enter a run, merge it with its neighbours, and return the merged run."""
@@ -164,7 +164,7 @@ class HoleSearch:
 
 def _cheapest_window(spans: Sequence[_AnySpan], size: int, cost_of: Callable[[Span], float], *, adds_up: bool) -> tuple[float, Sequence[_AnySpan]]:
     """Return the least cost of adjacent spans with `size` bytes, found by sliding a window over them, and these spans."""
-    costs = [0.0 if replica is None else cost_of((key, number, replica, start, end)) for key, number, replica, start, end in spans]
+    costs = [0.0 if span[2] is None else cost_of(span) for span in spans]
     least, window, low, total = inf, (0, 0), 0, 0.0
     for high, span in enumerate(spans):
         end = span[4]

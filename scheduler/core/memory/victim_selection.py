@@ -44,7 +44,7 @@ TINY_COST: Final = 4
 """Bytes for which any smaller replica counts when costs are compared, over the size of the largest tiny one: a copy takes time to start."""
 
 Entry = Span
-"""(key, -number of the entry, replica, start, end), in ascending order, so that the last entry of a queue goes first. The number breaks ties."""
+"""(key, -number of the entry, replica, start, end, whether it is dirty), in ascending order, so that the last entry of a queue goes first. The number breaks ties."""
 
 Queue = list[Entry]
 """Sorted entries."""
@@ -122,7 +122,7 @@ class Candidates:
         key = self.policy.key(replica)
         self._num_entries += 1
         size = replica.handle.size
-        entry = (key, -self._num_entries, replica, replica.offset, replica.offset + size)
+        entry = (key, -self._num_entries, replica, replica.offset, replica.offset + size, dirty)
         queues: tuple[Queue, ...]
         if size <= self.tiny and self.tiny_nbytes * TINY_SHARE <= self.node.budget and is_foreseen(key):
             queues = (self._tiny[dirty],)
@@ -184,9 +184,8 @@ class Candidates:
 
     def _is_outdated(self, replica: Replica) -> bool:
         """Whether the next use or the dirtiness of a candidate has changed since it was placed."""
-        entry, queues = self._entries[replica]
-        was_clean = queues[0] is self._queues[0] or queues[0] is self._tiny[0]
-        return was_clean == is_dirty(replica) or self.policy.key(replica) != entry[0]
+        (key, *_, dirty), _ = self._entries[replica]
+        return dirty != is_dirty(replica) or self.policy.key(replica) != key
 
     def _cheapest(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
         """Return the cheapest holes over the first candidates of each queue, of as many as it takes.
@@ -214,8 +213,8 @@ class Candidates:
 
     def _cost(self, span: Span) -> float:
         """Return the price of a candidate; of all its bytes, if prices add up."""
-        key, _, replica, start, end = span
-        price = self.policy.price(key, dirty=is_dirty(replica))
+        key, _, _, start, end, dirty = span
+        price = self.policy.price(key, dirty=dirty)
         return price * max(end - start, self.tiny * TINY_COST) if self.policy.adds_up else price
 
     def _begin(self, kept: Collection[Replica]) -> None:
@@ -259,7 +258,7 @@ class Candidates:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
         self._take_added()
         nbytes = 0
-        for _, _, replica, _, _ in self._queues[0]:
+        for _, _, replica, *_ in self._queues[0]:
             if nbytes >= enough:
                 break
             if is_unused(replica):
@@ -328,7 +327,7 @@ class Candidates:
         """Return the price of the first candidate of a queue, after removing or replacing stale entries before it; infinity if there is none."""
         prices = self._prices
         while queue:
-            key, number, replica, _, _ = queue[-1]
+            key, number, replica, *_ = queue[-1]
             price = prices.get(number)
             if price is not None:
                 return price
