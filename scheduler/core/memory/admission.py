@@ -20,9 +20,9 @@ from ..events import Action
 from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from ..shortage import Shortage, access_sizes
 from . import coherence, victim_selection
-from .hole_search import Holes
+from .hole_search import Holes, Room
 from .memory_node import Extent, MemoryNode
-from .replicas import Replicas, Room
+from .replicas import Replicas
 
 SOON: Final = 256
 """Number of planned tasks within which the next use of a clean replica protects it: it goes then only if the eviction policy chooses it."""

@@ -111,6 +111,9 @@ class ExtentAllocator:
                 return True
             self._flush()
             return self._has_hole(size)
+        sizes = [size for size, _ in requests]
+        if all(sizes.count(size) <= len(self._bins.get(size, ())) for size in sizes):  # hot path: each takes an extent of exactly its size
+            return True
         trial = self._copied()
         return all(trial.allocate(size, wanted) is not None for size, wanted in requests)
 

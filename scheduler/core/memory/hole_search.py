@@ -11,7 +11,7 @@ from math import inf
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from ..records import Replica
+from ..records import HandleRecord, NodeId, Replica
 from .memory_node import MemoryNode
 
 
@@ -25,6 +25,19 @@ class Holes(NamedTuple):
 
     offsets: list[int]
     victims: list[Replica]
+
+
+class Room(NamedTuple):
+    """Room for extents on one node.
+
+    Attributes:
+        handles: handles that get an extent each.
+        holes: their extents, and replicas to drop for them; None if they fit free memory.
+    """
+
+    node: NodeId
+    handles: Sequence[HandleRecord]
+    holes: Holes | None
 
 
 Span = tuple[float, int, Replica, int, int, bool]

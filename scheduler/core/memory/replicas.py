@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import NamedTuple
 
 from ..errors import DoesNotFit, InvalidEvent
 from ..events import Action, DiscardExtent, ForgetObject
@@ -22,24 +21,11 @@ from ..shortage import AccessSize, Shortage
 from . import coherence
 from .eviction_policies import EvictionPolicy, Foresight
 from .extents import rounded
-from .hole_search import Holes
+from .hole_search import Room
 from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
 from .victim_selection import Candidates, is_droppable
-
-
-class Room(NamedTuple):
-    """Room for extents on one node.
-
-    Attributes:
-        handles: handles that get an extent each.
-        holes: their extents, and replicas to drop for them; None if they fit free memory.
-    """
-
-    node: NodeId
-    handles: Sequence[HandleRecord]
-    holes: Holes | None
 
 
 class Replicas:
