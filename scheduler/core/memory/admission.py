@@ -20,7 +20,7 @@ from ..events import Action
 from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from ..shortage import Shortage, access_sizes
 from . import coherence, victim_selection
-from .hole_search import Holes, Room
+from .hole_search import ExtentPlan, Holes
 from .memory_node import Extent, MemoryNode
 from .replicas import Replicas
 
@@ -58,14 +58,14 @@ class Reservation(NamedTuple):
 
     Attributes:
         present: replicas of the accesses that are on the task's node, in their order.
-        holes: extents of `missing.new` on the task's node, and replicas to drop for them; None if free memory has room.
-        room: room on the last tier for the backing replicas of `missing.unbacked`; None if there are none, or if the task runs there.
+        holes: extents of `missing.new` on the task's node, and replicas to drop for them; None if free memory suffices.
+        backing: extents on the last tier for the backing replicas of `missing.unbacked`; None if there are none, or if the task runs there.
     """
 
     present: list[Replica]
     missing: Missing
     holes: Holes | None
-    room: Room | None
+    backing: ExtentPlan | None
 
 
 class Blocked(NamedTuple):
@@ -143,17 +143,17 @@ class Admission:
             return Blocked(task)
         if missing.unreadable is not None:
             raise NothingToRead(missing.unreadable)
-        holes = room = None
+        holes = backing = None
         if missing.new and not self._nodes[task.node].fits(missing.handles, preferred=True):
             planned = self._plan_holes(task, sorted([handle.size for handle in missing.handles], reverse=True))
             if isinstance(planned, Blocked):
                 return planned
             holes = planned
         if missing.unbacked and task.node != self._last:
-            room = self._replicas.plan_backing(missing.unbacked)
-            if room is None:
+            backing = self._replicas.plan_backing(missing.unbacked)
+            if backing is None:
                 return Blocked(task)
-        return Reservation(present, missing, holes, room)
+        return Reservation(present, missing, holes, backing)
 
     def _plan_holes(self, task: Task, sizes: Sequence[int]) -> Holes | Blocked:
         """Return holes of these sizes on the task's node over replicas that can be dropped at once.
@@ -173,8 +173,8 @@ class Admission:
                 return blocked  # wait for these write-backs; the end of each one leads to another attempt
             elif candidates.still_fits(sizes, blocked.holes):
                 return blocked.holes
-        kept = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
-        holes = candidates.plan_droppable(sizes, foresight.order + SOON * foresight.num_partitions, kept) or candidates.plan(sizes, kept)
+        own = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
+        holes = candidates.plan_droppable(sizes, foresight.order + SOON * foresight.num_partitions, own) or candidates.plan(sizes, own)
         if holes is not None and all(map(victim_selection.is_droppable, holes.victims)):
             return holes
         return Blocked(task, sizes, holes, candidates.num_changes)
@@ -231,11 +231,11 @@ class Admission:
         return Missing(new, handles, unbacked, copies, unreadable) if new or copies else None
 
     def _commit(self, task: Task, plan: Reservation, actions: list[Action]) -> None:
-        """Reserve backing replicas, make room, install the task's new replicas, pin all that it uses, and start its copies."""
+        """Reserve backing replicas, drop victims, install the task's new replicas, pin all that it uses, and start its copies."""
         node_id, replicas, present, missing = task.node, self._replicas, plan.present, plan.missing
         node, handles = self._nodes[node_id], missing.handles
-        if plan.room is not None:
-            replicas.reserve_backing(missing.unbacked, plan.room, task.order, actions)
+        if plan.backing is not None:
+            replicas.reserve_backing(missing.unbacked, plan.backing, task.order, actions)
         extents = node.take_all(handles, preferred=True) if plan.holes is None else self._take_holes(node, handles, plan.holes, actions)
         for position, handle, (offset, kernel_mark) in zip(missing.new, handles, extents, strict=True):
             is_scratch = task.accesses[position][1] == SCRATCH

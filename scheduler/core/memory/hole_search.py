@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from ..records import HandleRecord, NodeId, Replica
@@ -27,8 +26,8 @@ class Holes(NamedTuple):
     victims: list[Replica]
 
 
-class Room(NamedTuple):
-    """Room for extents on one node.
+class ExtentPlan(NamedTuple):
+    """A plan for extents on one node.
 
     Attributes:
         handles: handles that get an extent each.
@@ -41,15 +40,12 @@ class Room(NamedTuple):
 
 
 Span = tuple[float, int, Replica, int, int, bool]
-"""(key, number, replica, start, end, whether it is dirty): a replica that may go, with what the caller needs for its cost."""
+"""(key, number, replica, start, end, whether it is dirty): a replica that may go, and its entry in the order of eviction."""
 
 _AnySpan = Span | tuple[float, int, None, int, int, bool]
 """The same, or bytes that are free."""
 
 _END: Final[_AnySpan] = (0.0, 0, None, -2, -2, False)
-
-_start = itemgetter(3)
-_key_and_number = itemgetter(0, 1)
 
 
 class HoleSearch:
@@ -66,7 +62,7 @@ class HoleSearch:
         self._ends = {offset + size: offset for offset, size in free}  # end -> start
         self._released: dict[int, Replica] = {}  # by offset
 
-    def in_place(self, sizes: Sequence[int], holes: Holes) -> bool:
+    def in_push(self, sizes: Sequence[int], holes: Holes) -> bool:
         """Return whether the holes of an earlier search would still be there if their victims, which may have been dropped, were released."""
         starts = self._node.starts
         for victim in holes.victims:
@@ -125,7 +121,7 @@ class HoleSearch:
         """Return the adjacent replicas that leave a hole of `size` bytes and cost least, those with larger keys first; empty without any."""
         spans: list[_AnySpan] = [(0.0, 0, None, start, end, False) for start, end in self._runs.items()]
         spans += [span for span in candidates if span[3] not in self._released] if self._released else candidates
-        spans.sort(key=_start)
+        spans.sort(key=lambda span: span[3])
         cheapest: Sequence[_AnySpan] = ()
         least, first, position = inf, 0, -1
         for number, span in enumerate([*spans, _END]):
@@ -136,7 +132,7 @@ class HoleSearch:
                         least, cheapest = cost, window
                 first = number
             position = span[4]
-        return [span[2] for span in sorted(cheapest, key=_key_and_number, reverse=True) if span[2] is not None]
+        return [span[2] for span in sorted(cheapest, key=lambda span: span[:2], reverse=True) if span[2] is not None]
 
     def _add(self, start: int, end: int) -> tuple[int, int]:
         """Enter a run, merge it with its neighbours, and return the merged run."""

@@ -21,7 +21,7 @@ from ..shortage import AccessSize, Shortage
 from . import coherence
 from .eviction_policies import EvictionPolicy, Foresight
 from .extents import rounded
-from .hole_search import Room
+from .hole_search import ExtentPlan
 from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
@@ -107,11 +107,11 @@ class Replicas:
             return
         node = self.nodes[RAM]
         memory = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
-        room = self.plan_room(RAM, [memory])
-        if room is None:
+        planned = self.plan_extents(RAM, [memory])
+        if planned is None:
             sizes = (AccessSize("", repr(handle), nbytes),)
             raise DoesNotFit(Shortage("readers", node.name, nbytes, node.budget, node.used, sizes=sizes))
-        (offset,) = self.take_room(room, actions)
+        (offset,) = self.take_extents(planned, actions)
         replica = self.install(memory, RAM, offset, private=True)
         replica.is_backing = True
         if self.last == RAM:
@@ -139,18 +139,18 @@ class Replicas:
         node = self.nodes[RAM]
         if handle.replicas or handle in self.held or not node.is_counted:
             raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, but no data can appear there by itself")
-        room = None if stays or self.last == RAM else self.plan_backing([handle])
-        if room is None and not stays and self.last != RAM:
+        planned = None if stays or self.last == RAM else self.plan_backing([handle])
+        if planned is None and not stays and self.last != RAM:
             below = self.nodes[self.last]
             raise DoesNotFit(Shortage("full", below.name, handle.nbytes, below.budget, below.used))
         replica = self.install(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
         if stays:
             replica.is_backing = True
             self.held[handle] = replica
-        elif room is None:
+        elif planned is None:
             self.reservations.enter(replica, 0)
         else:
-            self.reserve_backing([handle], room, 0, actions)
+            self.reserve_backing([handle], planned, 0, actions)
         if not stays:
             replica.state = "modified"
             if not replica.is_backing:
@@ -178,11 +178,11 @@ class Replicas:
             self.wanted.clear()
         self.wanted.update(handle for handle in handles if len(handle.replicas) == 1 and FILE in handle.replicas)
 
-    def plan_room(self, node_id: NodeId, handles: Sequence[HandleRecord]) -> Room | None:
-        """Return room for extents of the handles, in memory over clean replicas if there are no holes; None if they do not fit."""
+    def plan_extents(self, node_id: NodeId, handles: Sequence[HandleRecord]) -> ExtentPlan | None:
+        """Return a plan for extents of the handles, in memory over clean replicas if there are no holes; None if they do not fit."""
         node, candidates = self.nodes[node_id], self.candidates[node_id]
         if node.fits(handles):
-            return Room(node_id, handles, None)
+            return ExtentPlan(node_id, handles, None)
         if node.is_storage:  # it refuses for its budget only
             return None
         sizes = [handle.size for handle in handles]
@@ -192,30 +192,30 @@ class Replicas:
             holes = candidates.plan(sizes)
             if holes is None or not all(map(is_droppable, holes.victims)):
                 holes = candidates.plan_droppable(sizes, -inf)
-        return None if holes is None else Room(node_id, handles, holes)
+        return None if holes is None else ExtentPlan(node_id, handles, holes)
 
-    def take_room(self, room: Room, actions: list[Action]) -> list[int]:
+    def take_extents(self, planned: ExtentPlan, actions: list[Action]) -> list[int]:
         """Take planned extents; return the offset of each handle's."""
-        node, holes = self.nodes[room.node], room.holes
+        node, holes = self.nodes[planned.node], planned.holes
         if holes is None:
-            return [offset for offset, _ in node.take_all(room.handles, preferred=False)]
+            return [offset for offset, _ in node.take_all(planned.handles, preferred=False)]
         self.evict(holes.victims, actions)
-        for handle, offset in zip(room.handles, holes.offsets, strict=True):
+        for handle, offset in zip(planned.handles, holes.offsets, strict=True):
             node.take_at(offset, handle.size, handle.data_class)
         return holes.offsets
 
-    def plan_backing(self, handles: Iterable[HandleRecord]) -> Room | None:
-        """Return room on the last tier for the backing replicas of handles; None if they do not fit.
+    def plan_backing(self, handles: Iterable[HandleRecord]) -> ExtentPlan | None:
+        """Return a plan for the backing replicas of handles on the last tier; None if they do not fit.
 
         A replica read from a file becomes the backing replica, or may be dropped for it.
         """
         last = self.last
-        return self.plan_room(last, [handle for handle in handles if last not in handle.replicas])
+        return self.plan_extents(last, [handle for handle in handles if last not in handle.replicas])
 
-    def reserve_backing(self, handles: Iterable[HandleRecord], room: Room, order: int, actions: list[Action]) -> None:
-        """Reserve backing replicas for the task of that `order`, in the room planned for those that need an extent."""
+    def reserve_backing(self, handles: Iterable[HandleRecord], planned: ExtentPlan, order: int, actions: list[Action]) -> None:
+        """Reserve backing replicas for the task of that `order`, with the extents planned for those that need one."""
         last = self.last
-        for handle, offset in zip(room.handles, self.take_room(room, actions), strict=True):
+        for handle, offset in zip(planned.handles, self.take_extents(planned, actions), strict=True):
             self.install(handle, last, offset, NEWEST)
         for handle in handles:
             self.reservations.enter(handle.replicas[last], order)

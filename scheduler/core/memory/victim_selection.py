@@ -8,14 +8,13 @@ them, those of each size, and tiny ones. `hole_search` chooses holes for which t
 - A tiny replica counts like one of `TINY_COST` times that size. Tiny ones were almost half of all copies of a GPT-2 step, each as slow as a tile's.
 
 A candidate has one entry. It leaves the queues when the replica is dropped. Entries of replicas in use are skipped; those whose next use or dirtiness
-has changed are placed anew when they are chosen.
+has changed are entered anew when they are chosen.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from math import inf
 from typing import Final
 
@@ -44,7 +43,7 @@ TINY_COST: Final = 4
 """Bytes for which any smaller replica counts when costs are compared, over the size of the largest tiny one: a copy takes time to start."""
 
 Entry = Span
-"""(key, -number of the entry, replica, start, end, whether it is dirty), in ascending order, so that the last entry of a queue goes first. The number breaks ties."""
+"""(key, -number, replica, start, end, whether it is dirty), in ascending order: the last entry of a queue goes first. Numbers break ties."""
 
 Queue = list[Entry]
 """Sorted entries."""
@@ -108,14 +107,14 @@ class Candidates:
         self._added[replica] = None
 
     def _take_added(self) -> None:
-        """Place replicas added since the last call, if they are still unused."""
+        """Enter replicas added since the last call, if they are still unused."""
         self._prices.clear()
         for replica in self._added:
             if is_unused(replica):
-                self._place(replica)
+                self._push(replica)
         self._added.clear()
 
-    def _place(self, replica: Replica) -> None:
+    def _push(self, replica: Replica) -> None:
         """Enter a candidate with its current key, in place of its last entry."""
         self._remove(replica)
         dirty = is_dirty(replica)
@@ -171,7 +170,7 @@ class Candidates:
         return holes
 
     def _plan_holes(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
-        """Return the cheapest holes whose victims have current entries; arguments as of `_cheapest`."""
+        """Return the holes of `_cheapest` once all of their victims have current entries."""
         outdated: Iterable[Replica] = ()
         while True:
             was_outdated = bool(outdated)
@@ -180,27 +179,33 @@ class Candidates:
             if not outdated:
                 return holes
             for replica in list(self._entries) if was_outdated else outdated:  # a second time: others will be, too
-                self._place(replica)
+                self._push(replica)
 
     def _is_outdated(self, replica: Replica) -> bool:
-        """Whether the next use or the dirtiness of a candidate has changed since it was placed."""
+        """Whether the next use or the dirtiness of a candidate has changed since it was entered."""
         (key, *_, dirty), _ = self._entries[replica]
         return dirty != is_dirty(replica) or self.policy.key(replica) != key
 
     def _cheapest(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
-        """Return the cheapest holes over the first candidates of each queue, of as many as it takes.
+        """Return the cheapest holes over the first candidates of each queue; more are examined if they do not suffice.
 
         Args:
             of_size: argument of `HoleSearch.cheapest`.
             clean_later_than: next use after which clean candidates may go; None if all may, and dirty ones, too.
         """
         number = FEW
-        while True:
-            spans = partial(self._spans, number, clean_later_than)
-            holes = HoleSearch(self.node).cheapest(sizes, spans, self._cost, of_size, adds_up=self.policy.adds_up)
-            if holes is not None or number >= len(self._entries):
-                return holes
+        holes = self._cheapest_of(number, sizes, of_size, clean_later_than)
+        while holes is None and number < len(self._entries):
             number *= MORE
+            holes = self._cheapest_of(number, sizes, of_size, clean_later_than)
+        return holes
+
+    def _cheapest_of(
+        self, number: int, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None
+    ) -> Holes | None:
+        """Return the cheapest holes over the first `number` candidates of each queue."""
+        search = HoleSearch(self.node)
+        return search.cheapest(sizes, lambda: self._spans(number, clean_later_than), self._cost, of_size, adds_up=self.policy.adds_up)
 
     def _spans(self, number: int, clean_later_than: float | None) -> list[Span]:
         """Return the entries of the first `number` candidates of each queue that may go."""
@@ -227,7 +232,7 @@ class Candidates:
     def _end(self, drawn: Drawn, kept: Collection[Replica] = ()) -> None:
         """End a plan: return drawn entries to their queues, and make candidates of the kept replicas again."""
         for queue, entry in reversed(drawn):
-            if not queue or queue[-1] < entry:  # hot path: all but those before which another one was placed meanwhile
+            if not queue or queue[-1] < entry:  # hot path: all but those before which another one was entered meanwhile
                 queue.append(entry)
             else:
                 insort(queue, entry)
@@ -252,7 +257,7 @@ class Candidates:
         """Return whether the holes of an earlier plan can be had now by dropping those of their victims that are left."""
         starts = self.node.starts
         left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
-        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).in_place(sizes, holes)
+        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).in_push(sizes, holes)
 
     def clean_nbytes(self, enough: int) -> int:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
@@ -295,7 +300,7 @@ class Candidates:
     def _first(self, queues: Queues) -> tuple[float, Queue | None]:
         """Return the price of the first candidate, and its queue; infinity and None if there is none.
 
-        Looking at the clean queue may place entries among the dirty ones, so the dirty queue is examined before and after it.
+        Looking at the clean queue may move entries to the dirty ones, so the dirty queue is examined before and after it.
         """
         clean, dirty = queues
         if self.keep_dirty:
@@ -334,7 +339,7 @@ class Candidates:
             if not is_unused(replica):
                 self._remove(replica)
             elif is_dirty(replica) != dirty or self.policy.key(replica) != key:
-                self._place(replica)
+                self._push(replica)
             else:
                 price = prices[number] = self.policy.price(key, dirty=bool(dirty))
                 return price
