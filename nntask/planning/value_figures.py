@@ -50,7 +50,7 @@ def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any
         yield {
             "name": group.name,
             "operation": group.op,
-            "layers": group.num_blocks(order.plan),
+            "layers": len(group.layers) if "*" in group.name else 0,
             "bytes": group.nbytes,
             "again_bytes": sum(handle.size for handle in again),
             "moved_bytes": sum(handle.size for handle in others if handle in gone),

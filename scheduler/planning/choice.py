@@ -19,8 +19,8 @@ from .forecast import Pace
 from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
 from .planned_order import PlannedOrder, planned_order
 from .recompute import NONE, Recomputation, Values
-from .repeated_structure import Repetition, repetition
 from .search import Search, best_of, shown_forecasts
+from .step_structure import structure_of
 from .value_groups import all_groups, as_asked, values_in_blocks
 
 
@@ -89,8 +89,8 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
     Returns:
         None if the devices cannot share the step like that, if everything fits, or if the tiers below the devices may be short.
     """
-    one_order, repeated, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), repetition(plan), machine.pace
-    devices, below = devices_of_tasks(plan, repeated, machine.num_devices), last_tier_bytes(plan, computes=False)
+    one_order, structure, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), structure_of(plan), machine.pace
+    devices, below = devices_of_tasks(plan, structure, machine.num_devices), last_tier_bytes(plan, computes=False)
     if one_order is None or not devices or pace is None or below > machine.last:
         return None
     if plan.has_aside and device_bytes(plan.divided(devices), machine.num_devices) <= machine.memory:  # everything fits
@@ -100,7 +100,7 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
         return replace(pace(planned), num_devices=machine.num_devices)
 
     one = replace(machine, pace=pace_of_one, is_share=True)
-    share = share_of(plan, devices, repeated.updates)
+    share = share_of(plan, devices, structure.updates)
     best = base = evaluate(OrderedStep(share, one), one_order)
     costs = Costs(base.step, one)
     if not base.forecasts or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
@@ -109,26 +109,25 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
         candidates = Search(share, base, one_order, one, costs).candidates()
         base, best = candidates[0], best_of(candidates, costs)
     values = Values(plan)
-    recomputation = _recomputation_of_all(best, values, repeated)
+    recomputation = _recomputation_of_all(best, values)
     if recomputation is None:
         return None
-    step = OrderedStep(plan, machine, repeated) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
+    step = OrderedStep(plan, machine, structure) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
     candidate = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=recomputation.name, recomputation=recomputation, compared=())
     planned = replace(planned_order(step, candidate), forecasts=shown_forecasts(base, candidate, costs))
     return planned if planned.last_bytes <= machine.last else None
 
 
-def _recomputation_of_all(best: PlanCandidate, values: Values, repeated: Repetition) -> Recomputation | None:
+def _recomputation_of_all(best: PlanCandidate, values: Values) -> Recomputation | None:
     """Return the recomputation of the share of one device for the whole step; None if that has other groups of values.
 
     Args:
         values: values of the whole step.
-        repeated: repetition of the whole step.
     """
     recomputation = best.recomputation
     if recomputation is None:
         return Recomputation()
-    known = {group.name: group for group in all_groups(values, repeated)}
+    known = {group.name: group for group in all_groups(values)}
     if any(group.name not in known for group in recomputation.groups):
         return None
     groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in recomputation.groups]

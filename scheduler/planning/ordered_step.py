@@ -17,7 +17,7 @@ from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_
 from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
 from .machine_pace import reads_files
 from .orders import candidates, named
-from .repeated_structure import Repetition, repetition
+from .step_structure import StepStructure, structure_of
 from .tile_traffic import Touches
 
 SUBMISSION: Final = "submission"
@@ -46,8 +46,8 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
 
 def least_last_bytes(plan: StepPlan) -> tuple[int, int]:
     """Return the smallest `last_tier_bytes` of the orders of `SMALLEST`, with and without tasks on the last tier."""
-    repeated = repetition(plan)
-    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, repeated, name)) is not None]
+    structure = structure_of(plan)
+    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, structure, name)) is not None]
     with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=of_order) for of_order in ranks) for computes in (True, False))
     return with_tasks, without
 
@@ -87,16 +87,16 @@ class OrderedStep:
     Args:
         plan: the step in submission order.
         machine: machine that the step runs on.
-        repeated: repetition of the step, if it is known.
+        structure: repetition of the step, if it is known.
 
     Attributes:
         plan: the step in submission order, with the devices of its tasks if there are several.
     """
 
-    def __init__(self, plan: StepPlan, machine: PlanningMachine, repeated: Repetition | None = None) -> None:
-        self.machine, self._recorded, self._known, self._orders = machine, plan, repeated, dict[str, list[int]]()
+    def __init__(self, plan: StepPlan, machine: PlanningMachine, structure: StepStructure | None = None) -> None:
+        self.machine, self._recorded, self._known, self._orders = machine, plan, structure, dict[str, list[int]]()
         if machine.num_devices > 1:
-            plan = plan.divided(devices_of_share(plan, self._repeated.updates) if machine.is_share else self._devices(machine.num_devices))
+            plan = plan.divided(devices_of_share(plan, self._structure.updates) if machine.is_share else self._devices(machine.num_devices))
         self.plan = plan
         self._num_devices = machine.num_devices if plan.partitions else 1
         self._memory = machine.memory // self._num_devices
@@ -113,7 +113,7 @@ class OrderedStep:
 
     def names(self) -> list[str]:
         """Return the names of all candidates; for the share of a device, one minibatch after another is an order of all devices, too."""
-        self._orders |= candidates(self._recorded, self._repeated)
+        self._orders |= candidates(self._recorded, self._structure)
         names = [*self._orders]
         return [*names, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
 
@@ -155,7 +155,7 @@ class OrderedStep:
 
     def _positions(self, name: str) -> list[int] | None:
         """Return the positions of the tasks in an order; None if the step has no order of that name."""
-        if name not in self._orders and (positions := named(self._recorded, self._repeated, name)) is not None:
+        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
             self._orders[name] = positions
         return self._orders.get(name)
 
@@ -170,8 +170,8 @@ class OrderedStep:
         return device_bytes(self.plan, self.machine.num_devices)
 
     @cached_property
-    def _repeated(self) -> Repetition:
-        return repetition(self._recorded) if self._known is None else self._known
+    def _structure(self) -> StepStructure:
+        return structure_of(self._recorded) if self._known is None else self._known
 
     @cached_property
     def _touches(self) -> Touches:
@@ -193,7 +193,7 @@ class OrderedStep:
         return 1 if self.machine.is_share else self.machine.num_devices
 
     def _devices(self, group: int | None) -> list[int]:
-        return devices_of_tasks(self._recorded, self._repeated, self.machine.num_devices, group)
+        return devices_of_tasks(self._recorded, self._structure, self.machine.num_devices, group)
 
     def _devices_of(self, name: str) -> Sequence[int]:
         """Return the device of each task in an order; nothing for one pool of memory."""

@@ -17,7 +17,7 @@ from scheduler.planning.device_share import devices_of_share, devices_of_tasks, 
 from scheduler.planning.evaluation import Costs, PlanCandidate, evaluate
 from scheduler.planning.forecast import Pace, Spill
 from scheduler.planning.ordered_step import OrderedStep, PlanningMachine
-from scheduler.planning.repeated_structure import repetition
+from scheduler.planning.step_structure import structure_of
 
 
 def pace(plan: StepPlan) -> Pace:
@@ -61,7 +61,7 @@ def test_names_of_orders() -> None:
 def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> None:
     """In every order that both have: a device's own minibatches, and its part of the rest."""
     plan, num_devices = wide_step(minibatches=minibatches), 2
-    repeated = repetition(plan)
+    repeated = structure_of(plan)
     share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
     num_updates = sum(repeated.updates)
     assert num_updates > 0
@@ -106,7 +106,7 @@ def test_what_one_makes_again_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.count(False) == 1
     assert found.recomputation is not None
     assert whole.recomputation is not None
-    assert found.recompute == found.recomputation.name == "widen"
+    assert found.recompute == found.recomputation.name == "layers.*.widen"
     assert [group.layers for group in found.recomputation.groups] == [group.layers for group in whole.recomputation.groups]
     assert sum(task.num_clones for task in found.plan.tasks) > 8
 
@@ -154,13 +154,13 @@ def test_pinned_tasks_need_memory_as_well() -> None:
 def test_a_share_alone_takes_as_long_as_the_step_on_all_devices() -> None:
     """Where nothing waits for copies: a device executes its part of the updates, of which the share has all."""
     plan, num_devices = wide_step(minibatches=8), 4
-    repeated = repetition(plan)
+    repeated = structure_of(plan)
 
     def slow_updates(each: StepPlan) -> Pace:
         return replace(pace(each), seconds={task: 5e-3 if task.name == "update" else 1e-3 for task in each.tasks})
 
     share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
-    share = share.divided(devices_of_share(share, repetition(share).updates))
+    share = share.divided(devices_of_share(share, structure_of(share).updates))
 
     def seconds(step: StepPlan, pace_of: Callable[[StepPlan], Pace]) -> float:
         return Costs(step, PlanningMachine(1 << 40, 1 << 40, False, pace=pace_of)).task_seconds(step)

@@ -13,7 +13,7 @@ from scheduler.core.memory.extents import PAGE
 from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
 from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, UseSchedule, Worker, WorkerId
-from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.core.step_plan import Label, RecordedTask, StepPlan
 from scheduler.planning import AUTO, plan_order
 from scheduler.simulation.virtual_time import VirtualDriver, simulate
 
@@ -33,24 +33,28 @@ def training_step(minibatches: int) -> StepPlan:
         return handle
 
     def task(name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
-        tasks.append(RecordedTask(None, name, ("sim",), accesses, {}, 0))
+        tasks.append(RecordedTask(None, name, ("sim",), accesses, {}, 0, label=label))
 
     weights = [tile(f"w{at}", 8, "persistent") for at in range(LAYERS)]
     moments = [tile(f"m{at}", 8, "persistent") for at in range(LAYERS)]
     gradients = [tile(f"d w{at}", 8) for at in range(LAYERS)]
     for minibatch in range(minibatches):
+        label = Label()
         data, copy = tile("input", 2, "input"), tile("copy", 2)
         task("copy input", (data, "R"), (copy, "W"))
         x = [copy]
-        for weight in weights:
+        for at, weight in enumerate(weights):
+            label = Label("forward", minibatch, f"layers.{at}")
             x.append(tile("x", 2))
             task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
-        dx = tile("dx", 2)
+        dx, label = tile("dx", 2), Label("forward", minibatch)
         task("loss", (x[-1], "R"), (dx, "W"))
         for at in reversed(range(LAYERS)):
+            label = Label("backward", minibatch, f"layers.{at}")
             task("gradient", (x[at], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
             before, dx = dx, tile("dx", 2)
             task("backward", (before, "R"), (weights[at], "R"), (dx, "W"))
+    label = Label("update")
     for at, weight in enumerate(weights):
         task("update", (gradients[at], "R"), (moments[at], "RW"), (weight, "RW"))
     return StepPlan(tasks, owned)

@@ -147,7 +147,7 @@ def test_blocks_keep_what_others_read() -> None:
         builder.task("inner", (x[-2], "R"), (inner[-1], "W"))
         builder.task("outer", (inner[-1], "R"), (x[-2], "R"), (x[-1], "W"))
         for task in builder.tasks[-2:]:
-            task.block = block
+            task.label = task.label._replace(block=block)
     dx = far(builder, x[-1], 6)
     for block in (1, 0):
         before, dx = dx, builder.tile("dx")
@@ -184,7 +184,7 @@ def pace(plan: StepPlan) -> Pace:
 def test_what_can_only_be_made_from_its_like_is_kept() -> None:
     """The residual stream, whose every sum needs the one before."""
     groups = groups_of(Values(wide_step()), pace)
-    assert [group.name for group in groups] == ["widen"]
+    assert [group.name for group in groups] == ["layers.*.widen"]
 
 
 @pytest.mark.parametrize("order", [AUTO, "submission"])
@@ -195,7 +195,7 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
     assert choose_plan(plan, order, AUTO, **roomy).plan.tasks == plan.tasks
     short = {**roomy, "memory": plan.needed_bytes() // 3}
     kept, chosen = (choose_plan(plan, order, each, **short) for each in (NONE, AUTO))
-    assert chosen.recompute.startswith("widen")
+    assert chosen.recompute.startswith("layers.*.widen")
     assert chosen.seconds < 0.9 * kept.seconds
     assert chosen.recomputation is not None
     assert chosen.recomputation.seconds_without == kept.seconds
@@ -212,7 +212,7 @@ def test_a_mix_with_which_everything_fits_moves_nothing() -> None:
     """Its forecast is that of its own tasks, not of the step that it replaces."""
     plan = wide_step()
     found = choose_plan(plan, AUTO, AUTO, memory=int(0.6 * plan.needed_bytes()), last=1 << 40, computes_on_last=False, pace=pace)
-    assert found.recompute.startswith("widen")
+    assert found.recompute.startswith("layers.*.widen")
     assert found.plan.needed_bytes() <= int(0.6 * plan.needed_bytes())
     assert (found.name, found.moved_bytes, found.seconds) == ("submission", 0, pytest.approx(1e-3 * len(found.plan.tasks)))
     assert found.recomputation is not None
@@ -237,7 +237,7 @@ def test_moving_is_preferred_where_links_are_fast() -> None:
     assert (found.recompute, len(found.plan.tasks)) == (NONE, len(plan.tasks))
 
 
-@pytest.mark.parametrize(("num_devices", "again"), [(1, "widen:0.67"), (2, NONE)])
+@pytest.mark.parametrize(("num_devices", "again"), [(1, "layers.*.widen:0.67"), (2, NONE)])
 def test_what_copies_may_cost_beside_a_forecast_counts_on_one_device(num_devices: int, again: str) -> None:
     """Where tasks alone take as long as the step, and a recomputation would hardly cost anything."""
     plan = wide_step()
