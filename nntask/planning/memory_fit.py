@@ -21,6 +21,7 @@ from scheduler.planning import (
     SUBMISSION,
     Judge,
     PlannedOrder,
+    PlanningMachine,
     as_asked,
     choose_plan,
     last_tier_bytes,
@@ -288,23 +289,17 @@ def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, reco
     """Plan a step on a machine that may be imaginary, under a scheduling policy, like `Runtime.record`.
 
     Args:
-        judge: function that judges plans, as for `choose_plan`; None for none.
+        judge: judge of planned steps (`PlanningMachine.judge`); None for none.
 
     Raises:
         ValueError: the step has no order of that name.
     """
     last, compute_nodes = target.last, target.compute_nodes
-    return choose_plan(
-        plan,
-        order,
-        recompute,
-        memory=target.memory,
-        last=target.nodes[last][1],
-        computes_on_last=last in compute_nodes,
-        num_devices=len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1,
-        pace=lambda planned: pace_on(planned, target),
-        judge=judge,
+    num_devices = len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1
+    machine = PlanningMachine(
+        target.memory, target.nodes[last][1], last in compute_nodes, num_devices, lambda planned: pace_on(planned, target), judge
     )
+    return choose_plan(plan, order, recompute, machine)
 
 
 def has_too_many_tasks(run: RunConfig) -> bool:

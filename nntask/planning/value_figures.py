@@ -27,7 +27,6 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
     return {
         "order": order.name,
         "order_is_given": run.step.order != AUTO,
-        "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
         "recompute": run.step.recompute if run.step.recompute != AUTO else order.recompute,
         "recompute_is_given": run.step.recompute != AUTO,
         "seconds_without_recompute": None if without == inf else without,

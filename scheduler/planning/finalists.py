@@ -7,19 +7,11 @@ these rules, and takes ten times as long as a forecast.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from math import inf
+from collections.abc import Sequence
 from typing import Final
 
-from ..core.step_plan import StepPlan
-from .evaluation import AUTO, Costs, PlanCandidate
-from .planned_order import PlannedOrder
+from .evaluation import AUTO, PlanCandidate
 from .recompute import BLOCK, NONE
-
-Judge = Callable[[StepPlan], float]
-"""Seconds of a step in its planned order; infinite if it would not fit."""
 
 FINALISTS: Final = 12
 """Largest number of planned steps that are judged."""
@@ -34,48 +26,25 @@ MOST_JUDGED: Final = 10_000
 """Number of tasks above which steps are chosen by forecasts alone: judging one of them takes more than ten seconds."""
 
 
-def finalists(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str, costs: Costs) -> list[tuple[PlanCandidate, list[str]]]:
-    """Return candidates, each with the orders that are forecast to be about as fast as the best order of the best candidate.
+def finalists(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str) -> list[tuple[PlanCandidate, str]]:
+    """Return other candidates than the best, each with an order, that are forecast to be about as fast.
 
     Args:
         order: name of the order that was asked for, or "auto".
     """
-    least = costs.of(best)
-    ranked = [_own_costs(candidate, order, costs, least) for candidate in candidates]
-    rows = sorted((cost, number, name) for number, own in enumerate(ranked) for name, cost in own.items())
-    chosen = defaultdict[int, list[str]](list)
-    for cost, number, name in rows:
-        if cost > NEAR * least or sum(map(len, chosen.values())) == FINALISTS - 1:
-            break
+    least, last = best.cost, best.step.machine.last
+    ranked = [(cost, number, name) for number, candidate in enumerate(candidates) for name, cost in _costs(candidate, order, least).items()]
+    chosen: list[tuple[PlanCandidate, str]] = []
+    for cost, number, name in sorted(ranked):
         candidate = candidates[number]
+        if cost > NEAR * least or len(chosen) == FINALISTS - 1:
+            break
+        num_orders = sum(other is candidate for other, _ in chosen)
         last_bytes = candidate.forecasts[name].last_bytes if candidate.forecasts else candidate.last_bytes
         is_best = candidate is best and name == best.order
-        if not is_best and len(chosen[number]) < FINAL_ORDERS + _is_plain(candidate) and costs.holds(last_bytes):
-            chosen[number].append(name)
-    return [(candidates[number], names) for number, names in chosen.items() if names]
-
-
-def judged(
-    chosen: PlannedOrder,
-    others: Iterable[tuple[PlanCandidate, list[str]]],
-    judge: Judge,
-    plans: Callable[[PlanCandidate, Sequence[str]], Iterable[PlannedOrder]],
-) -> PlannedOrder:
-    """Return the fastest of a planned step and others, by a judge; the first if there is no other, or the judge finds that none fits.
-
-    Args:
-        plans: function that plans the step of a candidate in some orders.
-    """
-    others = [*others]
-    if not others:
-        return chosen
-    fastest, least = chosen, judge(chosen.plan)
-    for candidate, names in others:
-        for planned in plans(candidate, names):
-            seconds = judge(planned.plan)
-            if seconds < least:
-                fastest, least = planned, seconds
-    return chosen if least == inf else replace(fastest, judged_seconds=least)
+        if not is_best and num_orders < FINAL_ORDERS + _is_plain(candidate) and last_bytes <= last:
+            chosen.append((candidate, name))
+    return chosen
 
 
 def _is_plain(candidate: PlanCandidate) -> bool:
@@ -83,14 +52,13 @@ def _is_plain(candidate: PlanCandidate) -> bool:
     return candidate.recompute in (NONE, BLOCK)
 
 
-def _own_costs(candidate: PlanCandidate, order: str, costs: Costs, least: float) -> dict[str, float]:
+def _costs(candidate: PlanCandidate, order: str, least: float) -> dict[str, float]:
     """Return the costs by which the orders of a candidate are ranked as finalists.
 
     Args:
         least: cost of the best candidate.
     """
-    forecasts = {name: forecast for name, forecast in candidate.forecasts.items() if order in (AUTO, name)}
-    own = {name: costs.of_forecast(forecast) for name, forecast in forecasts.items()} or {candidate.order: costs.of(candidate)}
+    own = {name: forecast.cost for name, forecast in candidate.forecasts.items() if order in (AUTO, name)} or {candidate.order: candidate.cost}
     lowest = min(own.values())
     if not _is_plain(candidate) or lowest > NEAR * PLAIN * least:
         return own

@@ -231,8 +231,7 @@ def _orders(figures: Mapping[str, Any]) -> Iterator[str]:
         beside = f"up to {format_size(outside['beside'])} of recorded steps and kernels' working memory"
         yield f"outside --ram       {format_size(outside['imports'])} of imports, and {beside}"
     order = figures["order"]
-    why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
-    mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
+    mark = " (given)" if figures["order_is_given"] else " (chosen)"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == order else "")
