@@ -7,13 +7,14 @@ get what is chosen for it (`device_share`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from ..core.step_plan import StepPlan
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .evaluation import AUTO, PlanCandidate, best_of, evaluate
-from .finalists import MOST_JUDGED, finalists
+from .finalists import MOST_JUDGED, orders_to_judge, others_to_judge
 from .forecast import Pace
 from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
 from .planned_order import PlannedOrder, planned_order
@@ -46,7 +47,7 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
     candidates = _searched(plan, step, order) if recompute == AUTO else [evaluate(step, order, recompute=recompute)]
     base, best = candidates[0], candidates[-1]
     chosen = planned_order(best, best.order, shown_forecasts(base, best))
-    return chosen if machine.judge is None or base.moves_nothing else _judged(chosen, best, candidates, order)
+    return chosen if base.moves_nothing else _judged(chosen, best, candidates, order)
 
 
 def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandidate]:
@@ -62,15 +63,28 @@ def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandida
 
 
 def _judged(chosen: PlannedOrder, best: PlanCandidate, candidates: list[PlanCandidate], order: str) -> PlannedOrder:
-    """Return the fastest of a planned step and the finalists, by the judge of the machine; the first if the judge finds that none fits."""
-    judge, others = best.step.machine.judge, finalists(best, candidates, order)
-    if judge is None or not others or not chosen.forecasts:
+    """Return the fastest of a planned step and the finalists, by the judge of the machine; the first if the judge finds that none fits.
+
+    Args:
+        best: the candidate of the planned step.
+        candidates: all candidates, the first without recomputation.
+        order: name of the order that was asked for, or "auto".
+    """
+    judge, orders = best.step.machine.judge, orders_to_judge(best) if order == AUTO else [chosen.name]
+    if judge is None or not chosen.forecasts or (len(orders) < 2 and not others_to_judge(best, candidates, chosen.name)):
         return chosen
-    fastest, least = chosen, judge(chosen.plan)
-    for candidate, name in others:
-        planned = planned_order(candidate, name, shown_forecasts(candidates[0], candidate))
-        if (seconds := judge(planned.plan)) < least:
-            fastest, least = planned, seconds
+    fastest, least = chosen, inf
+
+    def try_all(rows: Sequence[tuple[PlanCandidate, str]]) -> None:
+        nonlocal fastest, least
+        for candidate, name in rows:
+            is_chosen = candidate is best and name == chosen.name
+            planned = chosen if is_chosen else planned_order(candidate, name, shown_forecasts(candidates[0], candidate))
+            if (seconds := judge(planned.plan)) < least:
+                fastest, least = planned, seconds
+
+    try_all([(best, name) for name in orders])
+    try_all(others_to_judge(best, candidates, fastest.name))
     return chosen if least == inf else replace(fastest, judged_seconds=least)
 
 
