@@ -30,7 +30,7 @@ from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
 from .core.records import FILE, PROGRAM, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
 from .core.shortage import access_sizes
-from .core.step_plan import Label, Phase, RecordedTask, StepPlan
+from .core.step_plan import Phase, RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
 from .execution.waiting import sleep_until
 from .execution.watchdog import watchdog_seconds
@@ -62,7 +62,6 @@ __all__ = [
     "HandleId",
     "HandleRecord",
     "HandleReleased",
-    "Label",
     "LinkModel",
     "Machine",
     "Many",

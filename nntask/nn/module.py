@@ -114,7 +114,7 @@ class Module:
         """Label the tasks that a call of the class submits with the path of the module (`scheduler.api.labels`)."""
         super().__init_subclass__(**given)
         if "__call__" in vars(cls):
-            cls.__call__ = in_module(vars(cls)["__call__"])
+            cls.__call__ = in_module(vars(cls)["__call__"])  # type: ignore[method-assign]
 
     def members(self) -> Iterator[tuple[str, Module | Parameter]]:
         """Yield (name, member) of the direct children and parameters, in the order they were set; "h.3" is element 3 of the list h. `names` may

@@ -14,13 +14,13 @@ from typing import Final
 from ..core.step_plan import Label, Phase
 
 _contribution: Final[ContextVar[int | None]] = ContextVar("nntask_contribution", default=None)
-_place: Final[ContextVar[tuple[Phase, str, int | None]]] = ContextVar("nntask_place", default=("forward", "", None))
+_scope: Final[ContextVar[tuple[Phase, str, int | None]]] = ContextVar("nntask_scope", default=("forward", "", None))
 _minibatch: Final[ContextVar[int]] = ContextVar("nntask_minibatch", default=0)
 
 
 def current_label() -> Label:
     """Return the label of a task that is submitted now."""
-    phase, path, block = _place.get()
+    phase, path, block = _scope.get()
     return Label(phase, _minibatch.get(), path, block)
 
 
@@ -33,12 +33,12 @@ def labelled(*, phase: Phase | None = None, path: str | None = None, block: int 
         path: dotted path of the module that the tasks belong to.
         block: number of the block of a model (`TaskRuntime.block`).
     """
-    old_phase, old_path, old_block = _place.get()
-    token = _place.set((phase or old_phase, old_path if path is None else path, old_block if block is None else block))
+    old_phase, old_path, old_block = _scope.get()
+    token = _scope.set((phase or old_phase, old_path if path is None else path, old_block if block is None else block))
     try:
         yield
     finally:
-        _place.reset(token)
+        _scope.reset(token)
 
 
 def next_minibatch() -> None:
@@ -67,15 +67,15 @@ def current_contribution() -> int | None:
 
 def kept_here(function: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls `function` under the present contribution and label. Other context variables are not kept alive."""
-    number, minibatch, place = _contribution.get(), _minibatch.get(), _place.get()
+    number, minibatch, scope = _contribution.get(), _minibatch.get(), _scope.get()
 
     def run() -> None:
-        before, token = _minibatch.set(minibatch), _place.set(place)
+        before, token = _minibatch.set(minibatch), _scope.set(scope)
         try:
             with contribution(number):
                 function()
         finally:
-            _place.reset(token)
+            _scope.reset(token)
             _minibatch.reset(before)
 
     return run

@@ -14,7 +14,7 @@ from math import inf
 from ..core.step_plan import StepPlan
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .evaluation import AUTO, PlanCandidate, best_of, evaluate
-from .finalists import MOST_JUDGED, orders_to_judge, others_to_judge
+from .finalists import JUDGED_TASKS, MOST_JUDGED, orders_to_judge, others_to_judge
 from .forecast import Pace
 from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
 from .planned_order import PlannedOrder, planned_order
@@ -83,8 +83,9 @@ def _judged(chosen: PlannedOrder, best: PlanCandidate, candidates: list[PlanCand
             if (seconds := judge(planned.plan)) < least:
                 fastest, least = planned, seconds
 
-    try_all([(best, name) for name in orders])
-    try_all(others_to_judge(best, candidates, fastest.name))
+    most = max(2, JUDGED_TASKS // chosen.num_tasks)
+    try_all([(best, name) for name in orders[:most]])
+    try_all(others_to_judge(best, candidates, fastest.name)[: max(0, most - len(orders))])
     return chosen if least == inf else replace(fastest, judged_seconds=least)
 
 

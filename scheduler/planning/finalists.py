@@ -24,6 +24,8 @@ ORDERS: Final = 4
 """Largest number of orders in which the best recomputation is judged."""
 OTHERS: Final = 2
 """Largest number of other recomputations that are judged, besides none and all blocks."""
+JUDGED_TASKS: Final = 40_000
+"""Number of tasks that all judged steps have together, unless they are two; judging 2,000 tasks takes a second if memory is short."""
 MOST_JUDGED: Final = 10_000
 """Number of tasks above which steps are chosen by forecasts alone: judging one of them takes more than ten seconds."""
 

@@ -160,8 +160,8 @@ class OrderedStep:
         else:
             without_last = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
         last_bytes = last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions))
-        found = self._forecasts[name] = replace(without_last, last_bytes=last_bytes)
-        return found
+        self._forecasts[name] = replace(without_last, last_bytes=last_bytes)
+        return self._forecasts[name]
 
     def planned(self, name: str) -> StepPlan:
         """Return the step in one of its orders; if data moves and there is a tier below, the plan says which data leaves memory."""

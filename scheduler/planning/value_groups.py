@@ -81,9 +81,9 @@ def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecor
         last = values.last_writer(handle)
         writer = plan.tasks[last]
         results = [result for result, mode in writer.accesses if mode not in (R, SCRATCH)]
-        parts = writer.label.path.split(".")
-        path = ".".join("*" if part.isdecimal() else part for part in parts)
-        layer = tuple(int(part) for part in parts if part.isdecimal()) if path else (last,)
+        names = writer.label.path.split(".")
+        path = ".".join("*" if name.isdecimal() else name for name in names)
+        layer = tuple(int(name) for name in names if name.isdecimal()) if path else (last,)
         layers = kinds[path, writer.name, results.index(handle)]
         if layer in layers or values.is_away_for(value, AWAY):
             layers[layer].append(handle)
