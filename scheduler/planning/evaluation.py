@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .device_share import device_bytes
 from .forecast import Forecast
 from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import NONE, Recomputation
@@ -57,7 +58,8 @@ class PlanCandidate:
     @property
     def moves_nothing(self) -> bool:
         """Whether no data but that of tasks aside leaves the memory where tasks run."""
-        return not self.forecasts or (self.step.plan.has_aside and self.step.needed_bytes <= self.step.machine.memory)
+        machine, has_aside = self.step.machine, self.step.plan.has_aside
+        return not self.forecasts or (has_aside and device_bytes(self.step.planned(self.order), machine.num_devices) <= machine.memory)
 
     @property
     def is_bound_by_tasks(self) -> bool:

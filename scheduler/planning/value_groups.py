@@ -27,7 +27,7 @@ AWAY: Final = 4
 """Ratio of the bytes of other data that is computed in the meantime to those of a value above which the value counts as away for a while."""
 
 PaceOf = Callable[[StepPlan], Pace]
-_Kind = tuple[str, str, int]
+_Kind = tuple[str, str, str]
 
 
 def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
@@ -50,18 +50,12 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
 def all_groups(values: Values) -> list[ValueGroup]:
     """Return all groups of values that are away for a while, without their seconds.
 
-    A group has the results of one operation in one place of the program: those of a module of every layer. Its name is the path of the module; the
-    operation follows if the module computes values by several, and the number of the result if several of one operation can be recomputed.
+    A group has the results of one operation of one module, in every layer. Its name is the path of the module with the operation, and the number of
+    the result if the operation has several.
     """
-    kinds = _kinds(values)
-    operations, results = defaultdict[str, set[str]](set), defaultdict[tuple[str, str], set[int]](set)
-    for path, op, number in kinds:
-        operations[path].add(op)
-        results[path, op].add(number)
     groups = []
-    for (path, op, number), layers in kinds.items():
-        name = path if path and len(operations[path]) == 1 else f"{path}.{op}" if path else op
-        name = f"{name}[{number}]" if len(results[path, op]) > 1 else name
+    for (path, op, number), layers in _kinds(values).items():
+        name = ".".join(filter(None, (path, op))) + number
         in_order = tuple(tuple(handles) for _, handles in sorted(layers.items()))
         if in_order:
             groups.append(ValueGroup(op, name, in_order, sum(handle.size for handles in in_order for handle in handles)))
@@ -69,7 +63,7 @@ def all_groups(values: Values) -> list[ValueGroup]:
 
 
 def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecord]]]:
-    """Return the values of a step by kind (path with "*" for numbers, operation, number of its result) and layer (those numbers).
+    """Return the values of a step by kind (path with "*" for numbers, operation, number of its result as text) and layer (those numbers).
 
     A value outside all modules is a layer of its own. Layers whose first value is not away for a while are left out.
     """
@@ -84,7 +78,7 @@ def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecor
         names = writer.label.path.split(".")
         path = ".".join("*" if name.isdecimal() else name for name in names)
         layer = tuple(int(name) for name in names if name.isdecimal()) if path else (last,)
-        layers = kinds[path, writer.name, results.index(handle)]
+        layers = kinds[path, writer.name, f"[{results.index(handle)}]" if len(results) > 1 else ""]
         if layer in layers or values.is_away_for(value, AWAY):
             layers[layer].append(handle)
     return kinds
@@ -152,7 +146,7 @@ def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
     groups = all_groups(values)
     for asked in recompute.split(","):
         name, _, share = asked.strip().partition(":")
-        matching = [group for group in groups if name in (group.name, group.op)]
+        matching = [group for group in groups if name in (group.name, group.op) or group.name.startswith(f"{name}.")]
         if not matching:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
             raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
