@@ -3,7 +3,8 @@
 Programs that only submit and record tasks need the names of `scheduler` alone.
 """
 
-from .api.task_runtime import kept_in_contribution, tree
+from .api.labels import current_label, kept_here, labelled, next_minibatch
+from .api.task_runtime import tree
 from .core.actions import carry_out
 from .core.codelet import Many
 from .core.events import (
@@ -29,7 +30,7 @@ from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
 from .core.records import FILE, PROGRAM, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
 from .core.shortage import access_sizes
-from .core.step_plan import RecordedTask, StepPlan
+from .core.step_plan import Phase, RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
 from .execution.waiting import sleep_until
 from .execution.watchdog import watchdog_seconds
@@ -67,6 +68,7 @@ __all__ = [
     "MemoryNode",
     "Models",
     "NodeId",
+    "Phase",
     "Placement",
     "Ran",
     "Rate",
@@ -82,8 +84,11 @@ __all__ = [
     "WorkerKind",
     "access_sizes",
     "carry_out",
-    "kept_in_contribution",
+    "current_label",
+    "kept_here",
     "key_of",
+    "labelled",
+    "next_minibatch",
     "policy_of",
     "rounded",
     "sleep_until",

@@ -78,19 +78,19 @@ def _rows(plan: Any, divisor: int, positions: Mapping[str, list[int]], with_boun
     """
     from scheduler import DoesNotFit
     from scheduler.machine import Models
-    from scheduler.planning import AUTO, SUBMISSION, plan_order
+    from scheduler.planning import AUTO, NONE, SUBMISSION, PlanningMachine, choose_plan
     from scheduler.simulation import simulate
 
     budget = plan.needed_bytes() // divisor
     models = Models()
-    planned = plan_order(plan, AUTO, memory=budget, last=1 << 60, computes_on_last=False)
+    planned = choose_plan(plan, AUTO, NONE, PlanningMachine(memory=budget, last=1 << 60, computes_on_last=False))
     bounds = {name: _bound(plan, order, budget) if with_bound else None for name, order in positions.items()}
     for name in positions:
         for evict, sched in (("next-use", "prio"), ("lru", "prio"), ("fifo", "prio"), ("lru", "eager")):
             if (sched == "eager" and name != SUBMISSION) or (evict != "next-use" and name not in (SUBMISSION, "layers", planned.name)):
                 continue
             begin = perf_counter()
-            chosen = plan_order(plan, name, memory=budget, last=1 << 60, computes_on_last=False)
+            chosen = choose_plan(plan, name, NONE, PlanningMachine(memory=budget, last=1 << 60, computes_on_last=False))
             row: dict[str, Any] = {"budget": f"1/{divisor}", "budget_bytes": budget, "order": name, "evict": evict, "sched": sched}
             try:
                 found = simulate(

@@ -93,7 +93,7 @@ def on_devices(
     if model.seq_len is None:
         model = replace(model, seq_len=length_of(config))
     train = TrainSettings(model=model, tiling=tiling, resources=ResourceSettings(ram=ram))
-    check_values(train, is_imaginary=True)
+    check_values(train)
     return train, config, imaginary_machine(devices, train.resources, link)
 
 

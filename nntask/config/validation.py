@@ -75,8 +75,8 @@ _RANGES: Final = (
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
-_CALLS: Final = r"[\w.]+( and \d+)?"  # in a PyTorch model, a task of several operations is named after one of them: "mm and 2"
-_OPERATION: Final = rf"{_CALLS}(\[\d+\])?(>{_CALLS}(\+{_CALLS})*)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
+_NAME: Final = r"[\w.*]+( and \d+)?"  # in a PyTorch model, a task of several operations is named after one of them: "mm and 2"
+_OPERATION: Final = rf"{_NAME}(\[\d+\])?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
 _RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
 _STEP_RANGE: Final = re.compile(r"(\d+):(\d+)")
 

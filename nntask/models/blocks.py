@@ -28,7 +28,7 @@ from ..nn.autograd import Tensor
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import EncoderPast, LayerPast
 from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
-from ..nn.module import Module
+from ..nn.module import Module, in_module
 from ..tiling.model_tiling import ModelTiling
 
 Angles = tuple[TileTensor, TileTensor]
@@ -129,6 +129,7 @@ class Attention(Module):
         del q, k, v
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
+    @in_module
     def across(self, x: Tensor, given: ForwardPass, kept: EncoderPast | None) -> Tensor:
         """Attend to the encoder's output, (B, T, C) and (B, S, C) -> (B, T, C), or to its keys and values that an earlier pass kept."""
         shape, masks, encoded = self.shape, given.masks, given.encoded

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import Handle
-from scheduler.machine import kept_in_contribution
+from scheduler.machine import current_label, kept_here, labelled, next_minibatch
 from tiles import TileTensor
 from tiles.kernels import NARROW
 from tiles.ops import elementwise
@@ -53,10 +53,11 @@ class Node:
         inputs: edges to the nodes of the inputs.
         gradients: sums of the contributions so far, one per output.
         is_loss: whether a backward pass may begin here without a gradient.
+        path: dotted path of the module that computed it, which labels the tasks of its backward function.
         consumed: whether a backward pass has used the node.
     """
 
-    __slots__ = ("backward", "consumed", "gradients", "inputs", "is_loss", "name", "order")
+    __slots__ = ("backward", "consumed", "gradients", "inputs", "is_loss", "name", "order", "path")
 
     def __init__(self, name: str, backward: Backward | None, inputs: tuple[Edge, ...], num_outputs: int, *, is_loss: bool = False) -> None:
         self.name = name
@@ -65,6 +66,7 @@ class Node:
         self.inputs = inputs
         self.gradients: list[TileTensor | None] = [None] * num_outputs
         self.is_loss = is_loss
+        self.path = current_label().path
         self.consumed = False
 
     def consume(self) -> tuple[Edge, ...]:
@@ -80,7 +82,8 @@ class Node:
         self.consumed, self.backward, self.inputs = True, None, ()
         self.gradients = [None] * len(gradients)
         if self.is_loss or any(gradient is not None for gradient in gradients):
-            backward(gradients)
+            with labelled(phase="backward", path=self.path):
+                backward(gradients)
         return inputs
 
 
@@ -172,7 +175,7 @@ class Tensor:
         return self.data.gather(borrow)
 
     def backward(self, gradient: TileTensor | None = None) -> None:
-        """Emit the tasks that compute the gradients of everything this tensor depends on.
+        """Emit the tasks that compute the gradients of everything this tensor depends on. This ends a minibatch.
 
         Args:
             gradient: gradient of the final result with respect to this tensor, same shape and tiling; None means 1 and needs a loss.
@@ -190,6 +193,7 @@ class Tensor:
                 f"a gradient has its tensor's shape and tile, {self.shape} and {self.data.tile}, got {gradient.shape} and {gradient.tile}; retile it"
             )
         run_backward(self.edge, gradient)
+        next_minibatch()
 
     def __add__(self, other: Tensor) -> Tensor:
         """Return the elementwise sum."""
@@ -249,7 +253,7 @@ def contribute_late(contribute: Callable[[], None]) -> None:
     if queue is None:
         contribute()
     else:
-        queue.append(kept_in_contribution(contribute))
+        queue.append(kept_here(contribute))
 
 
 def tape_enabled() -> bool:

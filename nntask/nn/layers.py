@@ -13,7 +13,7 @@ from .autograd import Tensor
 from .functional import Masks
 from .initializers import constant, normal
 from .linear import LowRank
-from .module import Module, Parameter
+from .module import Module, Parameter, in_module
 
 
 class Adapter(Module):
@@ -93,6 +93,7 @@ class LayerNorm(Module):
         """(.., C) -> (.., C)."""
         return functional.layer_norm(x, self.weight, self.bias, self.eps)
 
+    @in_module
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
@@ -116,6 +117,7 @@ class RMSNorm(Module):
         """(.., C) -> (.., C)."""
         return functional.rms_norm(x, self.weight, self.eps, self.offset)
 
+    @in_module
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_rms_norm(x, branch, self.weight, self.eps, self.offset)

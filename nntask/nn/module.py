@@ -7,8 +7,9 @@ twice (a tied head) is one parameter, under its first name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import TaskRuntime
+from scheduler.machine import labelled
 from tiles import BlockFormat, QuantisedTensor, TileTensor
 
 from ..errors import UsageError
@@ -106,6 +108,13 @@ class Module:
 
     training = True
     names: Mapping[str, str] = {}
+    path = ""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Label the tasks that a call of the class submits with the path of the module (`scheduler.api.labels`)."""
+        super().__init_subclass__(**given)
+        if "__call__" in vars(cls):
+            cls.__call__ = in_module(vars(cls)["__call__"])  # type: ignore[method-assign]
 
     def members(self) -> Iterator[tuple[str, Module | Parameter]]:
         """Yield (name, member) of the direct children and parameters, in the order they were set; "h.3" is element 3 of the list h. `names` may
@@ -158,12 +167,14 @@ class Module:
             parameter.freeze()
 
     def allocate(self, runtime: TaskRuntime, dtype: npt.DTypeLike, seed: int | None) -> None:
-        """Give every parameter its name, tiles and first values.
+        """Give every module its path, and every parameter its name, tiles and first values.
 
         Args:
             dtype: element type of the parameters.
             seed: seed of the first values; None leaves them unwritten, for a model whose weights are loaded.
         """
+        for path, module in self.named_modules():
+            module.path = path
         for name, parameter in self.named_parameters().items():
             parameter.allocate(runtime, name, dtype, seed)
 
@@ -217,6 +228,17 @@ class Module:
         """Drop all gradients; this frees their memory and clears nothing."""
         for parameter in self.parameters():
             parameter.gradient = None
+
+
+def in_module(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a module class that labels its tasks with the path of the module; every ``__call__`` does without asking."""
+
+    @wraps(method)
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        with labelled(path=self.path):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 def _dotted(prefix: str, name: str) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import Handle, TaskRuntime, W
+from scheduler.machine import labelled
 from tiles import TileTensor, emit
 from tiles.kernels import HYPER, NARROW
 from tiles.ops import elementwise
@@ -173,14 +174,15 @@ class Optimizer(ABC):
         Raises:
             UsageError: no parameter has a gradient.
         """
-        ready = self.take_gradients()
-        for _, gradient, _ in ready:
-            for handle in gradient.handles:
-                complete(gradient, handle)
-        self.grad_norm = optimizer_ops.sum_of_squares([gradient for _, gradient, _ in ready])
-        norm = self.grad_norm if self.max_norm > 0 else None
-        for parameter, gradient, group in ready:
-            self.update(parameter, gradient, group, norm)
+        with labelled(phase="update", path=""):
+            ready = self.take_gradients()
+            for _, gradient, _ in ready:
+                for handle in gradient.handles:
+                    complete(gradient, handle)
+            self.grad_norm = optimizer_ops.sum_of_squares([gradient for _, gradient, _ in ready])
+            norm = self.grad_norm if self.max_norm > 0 else None
+            for parameter, gradient, group in ready:
+                self.update(parameter, gradient, group, norm)
 
     def take_gradients(self) -> list[tuple[Parameter, TileTensor, Group]]:
         """Return each parameter that has a gradient, with the gradient and its group, and release the gradients.

@@ -7,6 +7,7 @@ choose.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from scheduler.planning import (
     SUBMISSION,
     Judge,
     PlannedOrder,
+    PlanningMachine,
     as_asked,
     choose_plan,
     last_tier_bytes,
@@ -41,6 +43,8 @@ from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
 from .needs import Needs, shortage
 from .virtual_replay import replay_seconds
+
+_LOG: Final = logging.getLogger(__name__)
 
 MOST_TASKS: Final = 1_000_000
 """Largest number of tasks of a step; recording a longer one takes minutes and gigabytes."""
@@ -126,6 +130,7 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tiles:,}: one for each tile of a table of {config.n_positions:,} "
             f"positions; lower {config.positions_key} in the config or enlarge the tiles"
         )
+    _LOG.info("capturing a step of %d minibatches", count)
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus, aside=run.machine.aside)
     model = build_model(run.model, runtime)
     if frozen_base is not None:
@@ -288,23 +293,18 @@ def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, reco
     """Plan a step on a machine that may be imaginary, under a scheduling policy, like `Runtime.record`.
 
     Args:
-        judge: function that judges plans, as for `choose_plan`; None for none.
+        judge: judge of planned steps (`PlanningMachine.judge`); None for none.
 
     Raises:
         ValueError: the step has no order of that name.
     """
     last, compute_nodes = target.last, target.compute_nodes
-    return choose_plan(
-        plan,
-        order,
-        recompute,
-        memory=target.memory,
-        last=target.nodes[last][1],
-        computes_on_last=last in compute_nodes,
-        num_devices=len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1,
-        pace=lambda planned: pace_on(planned, target),
-        judge=judge,
+    num_devices = len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1
+    machine = PlanningMachine(
+        target.memory, target.nodes[last][1], last in compute_nodes, num_devices, lambda planned: pace_on(planned, target), judge
     )
+    _LOG.info("comparing orders and recomputations of a step of %d tasks", len(plan.tasks))
+    return choose_plan(plan, order, recompute, machine)
 
 
 def has_too_many_tasks(run: RunConfig) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
@@ -52,6 +53,8 @@ from .virtual_replay import replay
 
 _OF_SHORTAGE: Final = ("cause", "node", "needed", "budget", "taken", "task")
 """Fields of `scheduler.Shortage` that ``nntask plan --json`` contains."""
+_LOG: Final = logging.getLogger(__name__)
+
 IN_FLIGHT: Final = 2
 """Number of steps in flight in training."""
 LEAST_BYTES_A_WEIGHT: Final = 4
@@ -284,6 +287,7 @@ def _costs(found: Simulation, run: LanguageRun, target: MachineModel) -> dict[st
 
 def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, Any]:
     """Return the largest preset of the family and the largest minibatch that fit this machine with these flags; None if the search is long."""
+    _LOG.info("looking for the largest model and minibatch that fit")
     per_minibatch = num_tasks / run.step.num_minibatches
     run = with_free_order(run)  # other steps have other orders
     largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(run, target)

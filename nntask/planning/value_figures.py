@@ -27,7 +27,6 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
     return {
         "order": order.name,
         "order_is_given": run.step.order != AUTO,
-        "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
         "recompute": run.step.recompute if run.step.recompute != AUTO else order.recompute,
         "recompute_is_given": run.step.recompute != AUTO,
         "seconds_without_recompute": None if without == inf else without,
@@ -50,7 +49,7 @@ def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any
         yield {
             "name": group.name,
             "operation": group.op,
-            "layers": group.num_blocks(order.plan),
+            "layers": len(group.layers) if "*" in group.name else 0,
             "bytes": group.nbytes,
             "again_bytes": sum(handle.size for handle in again),
             "moved_bytes": sum(handle.size for handle in others if handle in gone),

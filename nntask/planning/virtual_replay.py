@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from math import inf
 from typing import Final
 
@@ -11,6 +12,8 @@ from scheduler.simulation import Simulation, simulate
 
 from ..hardware.machine_model import MachineModel, durations
 from ..hardware.machine_spec import Scheduling
+
+_LOG: Final = logging.getLogger(__name__)
 
 FEW_TASKS: Final = 3000
 """Largest number of tasks of a step that is replayed twice although memory is short, since virtual time is slow then. In host memory the second
@@ -32,6 +35,7 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
     """
+    _LOG.info("running %d tasks in virtual time", len(plan.tasks))
     is_short, has_devices = plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
     once = is_short and len(plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
     return simulate(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from scheduler import Runtime
 from scheduler.machine import DEFAULT_EVICTION
-from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
+from scheduler.planning import NONE, SUBMISSION, PlannedOrder
 
 from ..checkpoints.store import Checkpoint
 from ..config.run_config import LanguageRun, Length, RunConfig
@@ -249,7 +249,6 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             f"order: {order.name}, forecast{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
             + (f"; in virtual time it takes {order.judged_seconds:.3g} s" if order.judged_seconds else "")
-            + ("; of equally fast ones it moves least" if run.step.order == AUTO and order.moves_least_of_equals else "")
         )
         if order.recomputation is not None and order.recompute != NONE:
             without = order.recomputation.seconds_without

@@ -21,6 +21,7 @@ from ..core.memory.extents import rounded
 from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerId, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
+from .labels import current_label
 from .placement import kinds_beside
 from .task_runtime import Handle, TaskRuntime, View
 
@@ -157,7 +158,7 @@ class Recorder:
                 self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
         aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
-        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block, aside=aside)
+        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, label=current_label(), aside=aside)
         task.num_clones, task.clone_share = int(codelet.again > 0), codelet.again
         self.tasks.append(task)
 

@@ -10,6 +10,7 @@ from ..fusion.group_fusion import fuse_groups_if_they_fit
 from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
 from ..planning.machine_pace import reach_of
+from ..planning.ordered_step import PlanningMachine
 from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
 
@@ -29,16 +30,8 @@ def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str, cr
     nodes, below = machine.memory, machine.memory.last
     reach, last = reach_of(machine, executor.models), nodes.budget(below) - (nodes.readers_bytes if below == RAM else 0)
     try:
-        planned = choose_plan(
-            plan,
-            order,
-            recompute,
-            memory=reach.memory,
-            last=last,
-            computes_on_last=machine.computes_on_last,
-            num_devices=len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1,
-            pace=reach.pace,
-        )
+        num_devices = len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1
+        planned = choose_plan(plan, order, recompute, PlanningMachine(reach.memory, last, machine.computes_on_last, num_devices, reach.pace))
     except ValueError as error:
         raise RecordingError(str(error)) from error
     if executor.trace is not None or executor.watch.callback is not None:  # both observe single tasks

@@ -17,13 +17,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ..core.codelet import Codelet
 from ..core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
 from ..drivers.disk import Source
+from .labels import current_contribution, current_label, labelled
 
 View = Callable[[Any, int], Any]
 """(memory of a node, byte offset in it) -> the kernel's argument."""
@@ -72,8 +72,6 @@ class Handle:
 
 Access = tuple[Handle, Mode]
 
-_contribution: Final[ContextVar[int | None]] = ContextVar("nntask_contribution", default=None)
-
 Terms = tuple[tuple[WorkerKind, ...], WorkerId | None]
 """Kinds of workers that may run a task, and the only worker that may, if the program has pinned the task."""
 
@@ -100,7 +98,6 @@ class TaskRuntime(abc.ABC):
         self.lanes = lanes
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._note_handle: Callable[[Handle], None] | None = None  # called with each new handle while a step is recorded
-        self.current_block: int | None = None
         self._num_blocks = 0
 
     def handle(
@@ -215,14 +212,12 @@ class TaskRuntime(abc.ABC):
         If a step is planned with ``recompute="block"``, the results of these tasks are recomputed in the backward pass from the data that the block
         reads. Of nested blocks, only the outermost counts.
         """
-        before = self.current_block
-        if before is None:
-            self._num_blocks += 1
-            self.current_block = self._num_blocks
-        try:
+        if current_label().block is not None:
             yield
-        finally:
-            self.current_block = before
+            return
+        self._num_blocks += 1
+        with labelled(block=self._num_blocks):
+            yield
 
     def _overwrite(self, handle: Handle) -> None:
         """Note that a task writes the handle; its lanes are dropped without being combined."""
@@ -242,7 +237,7 @@ class TaskRuntime(abc.ABC):
                 handle.lanes = {}
                 handle.num_contributions = 0
                 self._summing.add(handle)
-            number = _contribution.get()
+            number = current_contribution()
             if number is None:
                 number = handle.num_contributions
                 handle.num_contributions += 1
@@ -329,28 +324,3 @@ def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
         for first in range(0, num_lanes - stride, 2 * stride):
             yield first, first + stride, min(first + 2 * stride, num_lanes)
         stride *= 2
-
-
-@contextmanager
-def contribution(number: int | None) -> Iterator[None]:
-    """Assign REDUX accesses of the tasks submitted in the block to contribution `number` of each sum, and so to lane `number` mod L.
-
-    Earlier submissions do not matter, so sums of numbered contributions are bit-identical wherever each contribution is computed. None returns to
-    counted contributions.
-    """
-    token = _contribution.set(number)
-    try:
-        yield
-    finally:
-        _contribution.reset(token)
-
-
-def kept_in_contribution(function: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `function` under the contribution of the present context. Other context variables are not kept alive."""
-    number = _contribution.get()
-
-    def run() -> None:
-        with contribution(number):
-            function()
-
-    return run

@@ -12,8 +12,30 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from .records import ANY, FILE, RW, HandleRecord, Mode, NodeId, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind
+
+Phase = Literal["forward", "backward", "update"]
+
+
+class Label(NamedTuple):
+    """Place of a task in the program that recorded it, as the program declares it (`scheduler.api.labels`).
+
+    Attributes:
+        phase: phase of a training step.
+        minibatch: number of backward passes that the program had ended before; -1 for tasks of the recorder itself.
+        path: dotted path of the module, such as "h.3.mlp.c_fc"; "" outside all modules.
+        block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all blocks.
+    """
+
+    phase: Phase = "forward"
+    minibatch: int = -1
+    path: str = ""
+    block: int | None = None
+
+
+NO_LABEL = Label()
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +43,7 @@ class RecordedTask:
     """One captured task, with fields as in `Task`.
 
     Attributes:
-        block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all blocks.
+        label: place of the task in the program.
         aside: whether it runs in host memory, on workers that stand aside (`Worker.aside`).
     """
 
@@ -33,7 +55,7 @@ class RecordedTask:
     priority: int
     pin: WorkerId | None = None
     model_key: tuple[str, int] | None = None
-    block: int | None = None
+    label: Label = NO_LABEL
     num_clones: int = 0
     clone_share: float = 0.0
     aside: bool = False

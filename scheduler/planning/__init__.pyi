@@ -2,12 +2,11 @@ from .bounds import lower_bounds
 from .choice import choose_plan
 from .device_share import largest_device_bytes
 from .evaluation import AUTO
-from .finalists import Judge
 from .forecast import Pace
 from .machine_pace import pace_of
-from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
+from .ordered_step import SUBMISSION, Judge, PlanningMachine, last_tier_bytes, least_last_bytes
 from .orders import candidates
-from .planned_order import PlannedOrder, plan_order
+from .planned_order import PlannedOrder
 from .recompute import BLOCK, NONE, Value, Values
 from .value_groups import as_asked, most_again, what_is_asked
 
@@ -19,6 +18,7 @@ __all__ = [
     "Judge",
     "Pace",
     "PlannedOrder",
+    "PlanningMachine",
     "Value",
     "Values",
     "as_asked",
@@ -30,6 +30,5 @@ __all__ = [
     "lower_bounds",
     "most_again",
     "pace_of",
-    "plan_order",
     "what_is_asked",
 ]

@@ -7,80 +7,86 @@ get what is chosen for it (`device_share`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from math import inf
 
 from ..core.step_plan import StepPlan
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
-from .evaluation import AUTO, Costs, PlanCandidate, evaluate
-from .finalists import MOST_JUDGED, Judge, finalists, judged
+from .evaluation import AUTO, PlanCandidate, best_of, evaluate
+from .finalists import JUDGED_TASKS, MOST_JUDGED, orders_to_judge, others_to_judge
 from .forecast import Pace
 from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
 from .planned_order import PlannedOrder, planned_order
 from .recompute import NONE, Recomputation, Values
-from .repeated_structure import Repetition, repetition
-from .search import Search, best_of, shown_forecasts
+from .search import LIKELY, Search, shown_forecasts
+from .step_structure import structure_of
 from .value_groups import all_groups, as_asked, values_in_blocks
 
 
-def choose_plan(
-    plan: StepPlan,
-    order: str,
-    recompute: str,
-    *,
-    memory: int,
-    last: int,
-    computes_on_last: bool,
-    num_devices: int = 1,
-    pace: Callable[[StepPlan], Pace] | None = None,
-    judge: Judge | None = None,
-) -> PlannedOrder:
+def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMachine) -> PlannedOrder:
     """Choose what a step recomputes, and its order.
+
+    If its minibatches can be divided equally, each device gets an equal number: weights travel, activations stay. If memory is short, the minibatches
+    of all devices then pass through the step side by side.
 
     Args:
         plan: the step in submission order.
-        order, memory, last, computes_on_last, num_devices, pace: the arguments of `plan_order`.
-        recompute: "none"; "block", to keep only what the blocks of a model read from each other; names of operations, separated by commas, whose
-            results are recomputed; or "auto", for the best choice if memory is short.
-        judge: function that returns the seconds of a planned step, for the few that are forecast to be about as fast as the best; None for
-            forecasts alone.
+        order: "auto", or the name of an order (`orders`).
+        recompute: "none"; "block", to keep only what the blocks of a model read from each other; names of groups of values or of operations,
+            separated by commas, whose results are recomputed; or "auto", for the best choice if memory is short.
 
     Raises:
         ValueError: the step has no order of that name, or no results of such an operation that could be recomputed.
     """
-    machine = PlanningMachine(memory, last, computes_on_last, num_devices, pace)
-    if recompute == AUTO and num_devices > 1 and len(plan.tasks) > MOST_JUDGED and (planned := _planned_by_share(plan, order, machine)) is not None:
+    is_long = len(plan.tasks) > MOST_JUDGED
+    if recompute == AUTO and machine.num_devices > 1 and is_long and (planned := _planned_by_share(plan, order, machine)) is not None:
         return planned
+    machine = replace(machine, judge=None) if is_long else machine
     step = OrderedStep(as_asked(plan, recompute), machine)
-    base = evaluate(step, order, recompute=NONE if recompute == AUTO else recompute)
-    chosen = planned_order(step, base)
-    judge = judge if len(plan.tasks) <= MOST_JUDGED else None
-    everything_fits = not base.forecasts or (step.plan.has_aside and device_bytes(chosen.plan, num_devices) <= memory)
-    if everything_fits or (recompute != AUTO and judge is None):
-        return chosen
-    costs, candidates = Costs(plan, machine), [base]
-    if recompute == AUTO and not costs.is_bound_by_tasks(base, is_judged=judge is not None):
-        candidates = Search(plan, base, order, machine, costs).candidates()
-        base = candidates[0]
-        chosen = replace(chosen, recomputation=base.recomputation)
-    plans = partial(_plans, base, machine, costs)
-    if (best := best_of(candidates, costs)) is not base:
-        (chosen,) = plans(best, [best.order])
-    if judge is None or not chosen.forecasts:
-        return chosen
-    return judged(chosen, finalists(best, candidates, order, costs), judge, plans)
+    candidates = _searched(plan, step, order) if recompute == AUTO else [evaluate(step, order, recompute=recompute)]
+    base, best = candidates[0], candidates[-1]
+    chosen = planned_order(best, best.order, shown_forecasts(base, best))
+    return chosen if base.moves_nothing else _judged(chosen, best, candidates, order)
 
 
-def _plans(base: PlanCandidate, machine: PlanningMachine, costs: Costs, candidate: PlanCandidate, names: Sequence[str]) -> Iterator[PlannedOrder]:
-    """Plan a step in some orders of a candidate.
+def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandidate]:
+    """Return candidates for a step: the first without recomputation, and the last the best, in the best of all orders.
+
+    Recomputations are compared in likely orders. None is searched if it could not make the step faster.
+    """
+    candidates = [evaluate(step, order, only=() if step.plan.partitions else LIKELY)]
+    if not (candidates[0].moves_nothing or candidates[0].is_bound_by_tasks):
+        candidates = Search(plan, candidates[0], order).candidates()
+    best = best_of(candidates)
+    return [*candidates, evaluate(best.step, order, recompute=best.recompute, recomputation=best.recomputation)]
+
+
+def _judged(chosen: PlannedOrder, best: PlanCandidate, candidates: list[PlanCandidate], order: str) -> PlannedOrder:
+    """Return the fastest of a planned step and the finalists, by the judge of the machine; the first if the judge finds that none fits.
 
     Args:
-        base: the candidate without recomputation, or with the one that was asked for.
+        best: the candidate of the planned step.
+        candidates: all candidates, the first without recomputation.
+        order: name of the order that was asked for, or "auto".
     """
-    step, forecasts = OrderedStep(candidate.step, machine), shown_forecasts(base, candidate, costs)
-    for name in names:
-        yield replace(planned_order(step, candidate, name), forecasts=forecasts)
+    judge, orders = best.step.machine.judge, orders_to_judge(best) if order == AUTO else [chosen.name]
+    if judge is None or not chosen.forecasts or (len(orders) < 2 and not others_to_judge(best, candidates, chosen.name)):
+        return chosen
+    fastest, least = chosen, inf
+
+    def try_all(rows: Sequence[tuple[PlanCandidate, str]]) -> None:
+        nonlocal fastest, least
+        for candidate, name in rows:
+            is_chosen = candidate is best and name == chosen.name
+            planned = chosen if is_chosen else planned_order(candidate, name, shown_forecasts(candidates[0], candidate))
+            if (seconds := judge(planned.plan)) < least:
+                fastest, least = planned, seconds
+
+    most = max(2, JUDGED_TASKS // chosen.num_tasks)
+    try_all([(best, name) for name in orders[:most]])
+    try_all(others_to_judge(best, candidates, fastest.name)[: max(0, most - len(orders))])
+    return chosen if least == inf else replace(fastest, judged_seconds=least)
 
 
 def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
@@ -89,8 +95,8 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
     Returns:
         None if the devices cannot share the step like that, if everything fits, or if the tiers below the devices may be short.
     """
-    one_order, repeated, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), repetition(plan), machine.pace
-    devices, below = devices_of_tasks(plan, repeated, machine.num_devices), last_tier_bytes(plan, computes=False)
+    one_order, structure, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), structure_of(plan), machine.pace
+    devices, below = devices_of_tasks(plan, structure, machine.num_devices), last_tier_bytes(plan, computes=False)
     if one_order is None or not devices or pace is None or below > machine.last:
         return None
     if plan.has_aside and device_bytes(plan.divided(devices), machine.num_devices) <= machine.memory:  # everything fits
@@ -99,36 +105,31 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
     def pace_of_one(planned: StepPlan) -> Pace:
         return replace(pace(planned), num_devices=machine.num_devices)
 
-    one = replace(machine, pace=pace_of_one, is_share=True)
-    share = share_of(plan, devices, repeated.updates)
-    best = base = evaluate(OrderedStep(share, one), one_order)
-    costs = Costs(base.step, one)
-    if not base.forecasts or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
+    share = share_of(plan, devices, structure.updates)
+    one = OrderedStep(share, replace(machine, pace=pace_of_one, judge=None, is_share=True))
+    if one.fits or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
         return None
-    if not costs.is_bound_by_tasks(base, is_judged=False):
-        candidates = Search(share, base, one_order, one, costs).candidates()
-        base, best = candidates[0], best_of(candidates, costs)
+    base, *_, best = _searched(share, one, one_order)
     values = Values(plan)
-    recomputation = _recomputation_of_all(best, values, repeated)
+    recomputation = _recomputation_of_all(best, values)
     if recomputation is None:
         return None
-    step = OrderedStep(plan, machine, repeated) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
+    step = OrderedStep(plan, machine, structure) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
     candidate = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=recomputation.name, recomputation=recomputation, compared=())
-    planned = replace(planned_order(step, candidate), forecasts=shown_forecasts(base, candidate, costs))
+    planned = planned_order(candidate, candidate.order, shown_forecasts(base, candidate))
     return planned if planned.last_bytes <= machine.last else None
 
 
-def _recomputation_of_all(best: PlanCandidate, values: Values, repeated: Repetition) -> Recomputation | None:
+def _recomputation_of_all(best: PlanCandidate, values: Values) -> Recomputation | None:
     """Return the recomputation of the share of one device for the whole step; None if that has other groups of values.
 
     Args:
         values: values of the whole step.
-        repeated: repetition of the whole step.
     """
     recomputation = best.recomputation
     if recomputation is None:
         return Recomputation()
-    known = {group.name: group for group in all_groups(values, repeated)}
+    known = {group.name: group for group in all_groups(values)}
     if any(group.name not in known for group in recomputation.groups):
         return None
     groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in recomputation.groups]

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .repeated_structure import Repetition
+from .step_structure import StepStructure
 
 SIDE_BY_SIDE: Final = "layers"
 """Order that all devices can take at the same time, each with minibatches of its own; also with a number of minibatches appended."""
 
 
-def devices_of_tasks(plan: StepPlan, repeated: Repetition, num_devices: int, group: int | None = None) -> list[int]:
+def devices_of_tasks(plan: StepPlan, structure: StepStructure, num_devices: int, group: int | None = None) -> list[int]:
     """Return the device of each task's minibatch, from 0, or -1 outside all minibatches; nothing unless devices divide the number of minibatches.
 
     Neighbouring minibatches of a group share a device, so a gradient that all of them add to travels from device to device once.
@@ -26,12 +26,12 @@ def devices_of_tasks(plan: StepPlan, repeated: Repetition, num_devices: int, gro
     Args:
         group: number of minibatches that pass a layer side by side, a multiple of the number of devices; 0 for all, None for one on each device.
     """
-    num = repeated.num_minibatches
+    num = structure.num_minibatches
     if not num or num % num_devices:
         return []
     group = num_devices if group is None else group or num
     device = [number % group * num_devices // min(group, num - number // group * group) for number in range(num)]
-    return [device[number] if number >= 0 and task.pin is None else -1 for task, number in zip(plan.tasks, repeated.minibatch, strict=True)]
+    return [device[number] if number >= 0 and task.pin is None else -1 for task, number in zip(plan.tasks, structure.minibatch, strict=True)]
 
 
 def own_tasks(positions: Sequence[int], devices: Sequence[int], device: int, num_devices: int) -> list[int]:

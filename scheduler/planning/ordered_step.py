@@ -17,7 +17,7 @@ from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_
 from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
 from .machine_pace import reads_files
 from .orders import candidates, named
-from .repeated_structure import Repetition, repetition
+from .step_structure import StepStructure, structure_of
 from .tile_traffic import Touches
 
 SUBMISSION: Final = "submission"
@@ -46,8 +46,8 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
 
 def least_last_bytes(plan: StepPlan) -> tuple[int, int]:
     """Return the smallest `last_tier_bytes` of the orders of `SMALLEST`, with and without tasks on the last tier."""
-    repeated = repetition(plan)
-    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, repeated, name)) is not None]
+    structure = structure_of(plan)
+    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, structure, name)) is not None]
     with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=of_order) for of_order in ranks) for computes in (True, False))
     return with_tasks, without
 
@@ -60,6 +60,9 @@ def _ranks(positions: Sequence[int]) -> list[int]:
     return ranks
 
 
+Judge = Callable[[StepPlan], float]
+
+
 @dataclass(frozen=True, slots=True)
 class PlanningMachine:
     """Machine that a step is planned for.
@@ -69,7 +72,9 @@ class PlanningMachine:
         last: bytes of the last tier, which must hold all live data.
         computes_on_last: whether tasks run on the last tier.
         num_devices: number of equal devices if tasks run on no other node; else 1.
-        pace: function from a plan to the rates of the machine; None to compare orders by bytes.
+        pace: function from a plan to the rates of the machine, called if memory is short; None to compare orders by bytes.
+        judge: function that returns the seconds of a planned step, infinite if it would not fit, for the few that are forecast to be about as fast as
+            the best; None for forecasts alone.
         is_share: whether plans are the share of one of the devices (`device_share`).
     """
 
@@ -78,6 +83,7 @@ class PlanningMachine:
     computes_on_last: bool
     num_devices: int = 1
     pace: Callable[[StepPlan], Pace] | None = None
+    judge: Judge | None = None
     is_share: bool = False
 
 
@@ -87,16 +93,17 @@ class OrderedStep:
     Args:
         plan: the step in submission order.
         machine: machine that the step runs on.
-        repeated: repetition of the step, if it is known.
+        structure: repetition of the step, if it is known.
 
     Attributes:
         plan: the step in submission order, with the devices of its tasks if there are several.
     """
 
-    def __init__(self, plan: StepPlan, machine: PlanningMachine, repeated: Repetition | None = None) -> None:
-        self.machine, self._recorded, self._known, self._orders = machine, plan, repeated, dict[str, list[int]]()
+    def __init__(self, plan: StepPlan, machine: PlanningMachine, structure: StepStructure | None = None) -> None:
+        self.machine, self._recorded, self._known, self._orders = machine, plan, structure, dict[str, list[int]]()
+        self._forecasts: dict[str, Forecast] = {}
         if machine.num_devices > 1:
-            plan = plan.divided(devices_of_share(plan, self._repeated.updates) if machine.is_share else self._devices(machine.num_devices))
+            plan = plan.divided(devices_of_share(plan, self._structure.updates) if machine.is_share else self._devices(machine.num_devices))
         self.plan = plan
         self._num_devices = machine.num_devices if plan.partitions else 1
         self._memory = machine.memory // self._num_devices
@@ -109,11 +116,21 @@ class OrderedStep:
     @cached_property
     def fits(self) -> bool:
         """Whether no data moves in submission order."""
-        return not self.plan.has_aside and self._needed_bytes <= self.machine.memory and self.last_bytes <= self.machine.last
+        return not self.plan.has_aside and self.needed_bytes <= self.machine.memory and self.last_bytes <= self.machine.last
+
+    @cached_property
+    def task_seconds(self) -> float:
+        """Seconds of all tasks on all workers together, of the share of a device those of its own; 0 without a pace."""
+        if (pace := self._pace) is None:
+            return 0.0
+        if not self.plan.partitions:
+            return sum(pace.seconds.values())
+        own = own_tasks(range(len(self.plan.tasks)), self.plan.partitions, 0, self._num_devices)
+        return sum(pace.seconds[self.plan.tasks[position]] for position in own) * self._num_devices
 
     def names(self) -> list[str]:
         """Return the names of all candidates; for the share of a device, one minibatch after another is an order of all devices, too."""
-        self._orders |= candidates(self._recorded, self._repeated)
+        self._orders |= candidates(self._recorded, self._structure)
         names = [*self._orders]
         return [*names, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
 
@@ -135,17 +152,21 @@ class OrderedStep:
 
     def forecast(self, name: str) -> Forecast:
         """Return the forecast of the step in one of its orders, with the bytes of the last tier that it needs."""
+        if name in self._forecasts:
+            return self._forecasts[name]
         positions, devices = self._known_positions(name), self._devices_of(name)
         if devices:
             without_last = self._forecast_of_device(positions, devices)
         else:
             without_last = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
-        return replace(without_last, last_bytes=last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions)))
+        last_bytes = last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions))
+        self._forecasts[name] = replace(without_last, last_bytes=last_bytes)
+        return self._forecasts[name]
 
     def planned(self, name: str) -> StepPlan:
         """Return the step in one of its orders; if data moves and there is a tier below, the plan says which data leaves memory."""
         if name == SUBMISSION and self.fits:
-            is_roomy = ROOMY * self._needed_bytes <= self.machine.memory
+            is_roomy = ROOMY * self.needed_bytes <= self.machine.memory
             return self.plan if is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
         positions, devices = self._known_positions(name), self._devices_of(name)
         chosen = self._permuted(positions, devices)
@@ -155,7 +176,7 @@ class OrderedStep:
 
     def _positions(self, name: str) -> list[int] | None:
         """Return the positions of the tasks in an order; None if the step has no order of that name."""
-        if name not in self._orders and (positions := named(self._recorded, self._repeated, name)) is not None:
+        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
             self._orders[name] = positions
         return self._orders.get(name)
 
@@ -166,12 +187,13 @@ class OrderedStep:
         return positions
 
     @cached_property
-    def _needed_bytes(self) -> int:
+    def needed_bytes(self) -> int:
+        """Bytes of device memory, all devices together, with which data moves between devices only."""
         return device_bytes(self.plan, self.machine.num_devices)
 
     @cached_property
-    def _repeated(self) -> Repetition:
-        return repetition(self._recorded) if self._known is None else self._known
+    def _structure(self) -> StepStructure:
+        return structure_of(self._recorded) if self._known is None else self._known
 
     @cached_property
     def _touches(self) -> Touches:
@@ -193,7 +215,7 @@ class OrderedStep:
         return 1 if self.machine.is_share else self.machine.num_devices
 
     def _devices(self, group: int | None) -> list[int]:
-        return devices_of_tasks(self._recorded, self._repeated, self.machine.num_devices, group)
+        return devices_of_tasks(self._recorded, self._structure, self.machine.num_devices, group)
 
     def _devices_of(self, name: str) -> Sequence[int]:
         """Return the device of each task in an order; nothing for one pool of memory."""

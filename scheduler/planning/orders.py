@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .repeated_structure import FIRST, Repetition, repetition
+from .step_structure import FIRST, StepStructure, structure_of
 
 TURNS: Final = 8
 """Number of equal parts into which the layer groups between the loss and the ends of the model are divided."""
@@ -25,28 +25,28 @@ ALWAYS: Final = ("submission", "eager-update", "layers")
 _Key = tuple[int, ...]
 
 
-def candidates(plan: StepPlan, repeated: Repetition | None = None) -> dict[str, list[int]]:
+def candidates(plan: StepPlan, structure: StepStructure | None = None) -> dict[str, list[int]]:
     """Return the candidate orders of a recorded step.
 
     Args:
         plan: the step in submission order.
-        repeated: `repetition` of the plan, if it is already known.
+        structure: `structure_of` of the plan, if it is already known.
 
     Returns:
         name -> positions of the plan's tasks in order of execution, each position once and after all its predecessors. "submission",
         "eager-update" and "layers" are always present; any other order only if it differs from all before it.
     """
-    repeated = repetition(plan) if repeated is None else repeated
-    groups = [1 << power for power in range(1, (repeated.num_minibatches - 1).bit_length())]
+    structure = structure_of(plan) if structure is None else structure
+    groups = [1 << power for power in range(1, (structure.num_minibatches - 1).bit_length())]
     orders: dict[str, list[int]] = {}
     for name in (*ALWAYS, *(f"layers:{group}" for group in groups), *(f"turn:{number}/{TURNS}" for number in range(1, TURNS)), "forward"):
-        order = named(plan, repeated, name)
+        order = named(plan, structure, name)
         if order is not None and (name in ALWAYS or order not in orders.values()):
             orders[name] = order
     return orders
 
 
-def named(plan: StepPlan, repeated: Repetition, name: str) -> list[int] | None:
+def named(plan: StepPlan, structure: StepStructure, name: str) -> list[int] | None:
     """Return the order of that name, whether or not it is a candidate.
 
     ========================  ======================================================================================================
@@ -65,7 +65,7 @@ def named(plan: StepPlan, repeated: Repetition, name: str) -> list[int] | None:
 
     Args:
         plan: the step in submission order.
-        repeated: `repetition` of the plan.
+        structure: `structure_of` of the plan.
         name: name of the order.
 
     Returns:
@@ -75,26 +75,26 @@ def named(plan: StepPlan, repeated: Repetition, name: str) -> list[int] | None:
     if name == "submission":
         return list(range(len(plan.tasks)))
     if name == "eager-update":
-        return arrange(plan, repeated.updates, lambda position: (position,))
+        return arrange(plan, structure.updates, lambda position: (position,))
     if name == "layers":
-        return sorted_by_layer_group(plan, repeated)
+        return sorted_by_layer_group(plan, structure)
     kind, _, size = name.partition(":")
     if kind == "layers" and size.isdecimal() and int(size):
-        return sorted_by_layer_group(plan, repeated, group=int(size))
+        return sorted_by_layer_group(plan, structure, group=int(size))
     eighths = [f"{number}/{TURNS}" for number in range(1, TURNS)]
-    if kind == "turn" and size in eighths and repeated.turns:
-        return sorted_by_layer_group(plan, repeated, turn=repeated.turns[(1 + eighths.index(size)) * len(repeated.turns) // TURNS])
-    if name == "forward" and repeated.turns:
-        return sorted_by_layer_group(plan, repeated, turn=(0, repeated.turns[0][1]))
+    if kind == "turn" and size in eighths and structure.turns:
+        return sorted_by_layer_group(plan, structure, turn=structure.turns[(1 + eighths.index(size)) * len(structure.turns) // TURNS])
+    if name == "forward" and structure.turns:
+        return sorted_by_layer_group(plan, structure, turn=(0, structure.turns[0][1]))
     return None
 
 
-def sorted_by_layer_group(plan: StepPlan, repeated: Repetition, *, group: int | None = None, turn: tuple[int, int] = (0, -1)) -> list[int]:
+def sorted_by_layer_group(plan: StepPlan, structure: StepStructure, *, group: int | None = None, turn: tuple[int, int] = (0, -1)) -> list[int]:
     """Return the order by (group of minibatches, layer group, minibatch, position), with updates as early as possible.
 
     Args:
         plan: the step in submission order.
-        repeated: `repetition` of the plan.
+        structure: `structure_of` of the plan.
         group: number of minibatches per group; None for one group of all.
         turn: first and last layer group of a range that each minibatch passes as a whole before the next minibatch enters it.
 
@@ -104,16 +104,16 @@ def sorted_by_layer_group(plan: StepPlan, repeated: Repetition, *, group: int | 
     low, high = turn
 
     def key(position: int) -> _Key:
-        minibatch = repeated.minibatch[position]
+        minibatch = structure.minibatch[position]
         if minibatch < 0:
             return (-1 if minibatch == FIRST else len(plan.tasks), position)
-        layer_group = repeated.layer_group[repeated.stage[position]]
+        layer_group = structure.layer_group[position]
         number = minibatch // group if group else 0
         if low <= layer_group <= high:
             return (number, low, minibatch, layer_group, position)
         return (number, layer_group, minibatch, position)
 
-    return arrange(plan, repeated.updates, key)
+    return arrange(plan, structure.updates, key)
 
 
 def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key]) -> list[int]:

@@ -180,11 +180,12 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class ValueGroup:
-    """Values of one kind: results of one operation with the same readers, in all layers and minibatches.
+    """Values of one kind: results of one operation of one module, in all layers and minibatches.
 
     Attributes:
         op: operation that computes them.
-        name: name in `--recompute`: the operation; the number of the result if several can be recomputed; the readers if that is ambiguous.
+        name: name in `--recompute`: path of the module, with "*" for numbers of layers, and if need be with the operation and the number of the
+            result.
         layers: handles of the values of each layer, in all minibatches; layers with the widest gaps come first.
         nbytes: bytes of all values together.
         seconds: duration of the recomputation of all of them, if all else is kept; 0 if unknown.
@@ -199,11 +200,6 @@ class ValueGroup:
     def leading(self, share: float) -> list[HandleRecord]:
         """Return the handles of the first layers, up to a fraction `share` of all layers."""
         return [handle for layer in self.layers[: ceil(share * len(self.layers))] for handle in layer]
-
-    def num_blocks(self, plan: StepPlan) -> int:
-        """Return the number of blocks of the model that compute such values in each minibatch; 0 for values outside blocks."""
-        blocks = [{plan.tasks[plan.uses[handle].positions[0]].block for handle in handles} - {None} for handles in self.layers]
-        return len(set().union(*blocks)) // max(1, *map(len, blocks))
 
     @property
     def middle(self) -> HandleRecord:
@@ -337,11 +333,12 @@ class _Rewriting:
     def _clone(self, value: Value, position: int) -> None:
         """Enter clones of the production of a value before the task at a position, which could read all its inputs."""
         copies = {handle: self._copy_of(handle) for handle in self._values.made(value)}
+        label = self._plan.tasks[position].label._replace(block=None)
         for task in self._values.tasks(value):
             accesses = tuple(
                 (copies.get(handle) or (self._operand(handle, position) if mode == R else handle), mode) for handle, mode in task.accesses
             )
-            self._tasks.append(replace(task, accesses=accesses, block=None, num_clones=1, clone_share=1.0))
+            self._tasks.append(replace(task, accesses=accesses, label=label, num_clones=1, clone_share=1.0))
         self._copies.update(copies)
 
     def _copy_of(self, handle: HandleRecord) -> HandleRecord:

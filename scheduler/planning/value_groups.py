@@ -1,8 +1,8 @@
 """Groups of values that a step may recompute: values of one kind, in all layers and minibatches.
 
-The values of a group are computed by one operation and read by the same ones. Groups are sorted by the seconds that it takes to recompute a byte, so
-norms and activation functions come first and products later. A group whose values could only be recomputed from one another, such as the sums along a
-residual stream, is kept. Within a group, the values that are away for longest come first.
+The values of a group are computed by one operation of one module, such as ``h.*.ln_1``. Groups are sorted by the seconds that it takes to recompute
+a byte, so norms and activation functions come first and products later. A group whose values could only be recomputed from one another, such as the
+sums along a residual stream, is kept. Within a group, the values that are away for longest come first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..core.step_plan import StepPlan
 from .evaluation import AUTO
 from .forecast import Pace
 from .recompute import BLOCK, NONE, Recomputation, ValueGroup, Values, clones_of
-from .repeated_structure import Repetition, repetition
 
 LEAST_SHARE: Final = 0.01
 """Share of the bytes of all groups below which a group is kept."""
@@ -28,7 +27,7 @@ AWAY: Final = 4
 """Ratio of the bytes of other data that is computed in the meantime to those of a value above which the value counts as away for a while."""
 
 PaceOf = Callable[[StepPlan], Pace]
-_Kind = tuple[str, int, tuple[str, ...]]
+_Kind = tuple[str, str, str]
 
 
 def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
@@ -48,41 +47,38 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
     return chosen
 
 
-def all_groups(values: Values, repeated: Repetition | None = None) -> list[ValueGroup]:
+def all_groups(values: Values) -> list[ValueGroup]:
     """Return all groups of values that are away for a while, without their seconds.
 
-    Args:
-        repeated: repetition of the step, if it is known.
+    A group has the results of one operation of one module, in every layer. Its name is the path of the module with the operation, and the number of
+    the result if the operation has several.
     """
-    kinds = _kinds(values, (repeated or repetition(values.plan)).stage)
-    results_of = {op: {number for other, number, _ in kinds if other == op} for op, _, _ in kinds}
-    names = [f"{op}[{number}]" if len(results_of[op]) > 1 else op for op, number, _ in kinds]
     groups = []
-    for ((op, _, readers), layers), name in zip(kinds.items(), names, strict=True):
-        full = f"{name}>{'+'.join(readers)}" if names.count(name) > 1 else name
+    for (path, op, number), layers in _kinds(values).items():
+        name = ".".join(filter(None, (path, op))) + number
         in_order = tuple(tuple(handles) for _, handles in sorted(layers.items()))
         if in_order:
-            groups.append(ValueGroup(op, full, in_order, sum(handle.size for handles in in_order for handle in handles)))
+            groups.append(ValueGroup(op, name, in_order, sum(handle.size for handles in in_order for handle in handles)))
     return groups
 
 
-def _kinds(values: Values, stages: Sequence[int]) -> dict[_Kind, dict[int, list[HandleRecord]]]:
-    """Return the values of a step by kind (operation, number of its result, later readers) and layer.
+def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecord]]]:
+    """Return the values of a step by kind (path with "*" for numbers, operation, number of its result as text) and layer (those numbers).
 
-    A layer is a stage of the step's repetition; a value outside all stages has one of its own. Layers whose first value is not away for a while are
-    left out.
+    A value outside all modules is a layer of its own. Layers whose first value is not away for a while are left out.
     """
     plan = values.plan
-    kinds = defaultdict[_Kind, dict[int, list[HandleRecord]]](lambda: defaultdict(list))
+    kinds = defaultdict[_Kind, dict[tuple[int, ...], list[HandleRecord]]](lambda: defaultdict(list))
     for handle in plan.uses:
         if (value := values.of(handle)) is None:
             continue
         last = values.last_writer(handle)
         writer = plan.tasks[last]
         results = [result for result, mode in writer.accesses if mode not in (R, SCRATCH)]
-        late = {plan.tasks[position].name for position in plan.uses[handle].positions if position >= value.wanted}
-        layers = kinds[writer.name, results.index(handle), tuple(sorted(late))]
-        layer = stages[last] if stages[last] >= 0 else len(plan.tasks) + last
+        names = writer.label.path.split(".")
+        path = ".".join("*" if name.isdecimal() else name for name in names)
+        layer = tuple(int(name) for name in names if name.isdecimal()) if path else (last,)
+        layers = kinds[path, writer.name, f"[{results.index(handle)}]" if len(results) > 1 else ""]
         if layer in layers or values.is_away_for(value, AWAY):
             layers[layer].append(handle)
     return kinds
@@ -150,7 +146,7 @@ def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
     groups = all_groups(values)
     for asked in recompute.split(","):
         name, _, share = asked.strip().partition(":")
-        matching = [group for group in groups if name in (group.name, group.op)]
+        matching = [group for group in groups if name in (group.name, group.op) or group.name.startswith(f"{name}.")]
         if not matching:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
             raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
@@ -188,10 +184,10 @@ def values_in_blocks(values: Values) -> Recomputation:
     for handle, use in plan.uses.items():
         if (value := values.of(handle)) is None:
             continue
-        block = plan.tasks[values.last_writer(handle)].block
-        blocks = [plan.tasks[position].block for position in use.positions if position <= value.leaves]
+        block = plan.tasks[values.last_writer(handle)].label.block
+        blocks = [plan.tasks[position].label.block for position in use.positions if position <= value.leaves]
         if block is None or any(other != block for other in blocks):
             between.add(handle)
-        elif plan.tasks[value.wanted].block != block and values.is_away_for(value, 1):
+        elif plan.tasks[value.wanted].label.block != block and values.is_away_for(value, 1):
             inside.add(handle)
     return Recomputation(inside=inside, between=between)

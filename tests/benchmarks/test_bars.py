@@ -14,7 +14,7 @@ from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
 from nntask.models.gpt2 import GPT2Config
 from scheduler.core.performance_model import Models
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import AUTO, PlannedOrder, plan_order
+from scheduler.planning import AUTO, NONE, PlannedOrder, PlanningMachine, choose_plan
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.simulation.virtual_time import Simulation, simulate
 from wrappers.cli.bench.kernels import captured
@@ -53,7 +53,7 @@ def test_few_bytes(part: int) -> None:
     budget = plan.needed_bytes() // part
 
     def moved(name: str, policy: str, eviction: str) -> tuple[PlannedOrder, int]:
-        order = plan_order(plan, name, memory=budget, last=BOUNDLESS, computes_on_last=False)
+        order = choose_plan(plan, name, NONE, PlanningMachine(memory=budget, last=BOUNDLESS, computes_on_last=False))
         found = run(order, [("ram", budget), ("disk", BOUNDLESS)], policy, eviction, storage=True)
         return order, sum(found.moved_bytes.values())
 
@@ -72,7 +72,7 @@ def test_policies_pay() -> None:
     plan = step(8, 256)
 
     def on(memory: int, name: str, policy: str, eviction: str) -> Simulation:
-        order = plan_order(plan, name, memory=2 * memory, last=BOUNDLESS, computes_on_last=False, num_devices=2)
+        order = choose_plan(plan, name, NONE, PlanningMachine(memory=2 * memory, last=BOUNDLESS, computes_on_last=False, num_devices=2))
         return run(order, [("ram", BOUNDLESS), *((f"gpu:{at}", memory) for at in range(2))], policy, eviction, storage=False)
 
     roomy = on(1 << 34, AUTO, "reuse", "next-use")

@@ -18,7 +18,7 @@ from scheduler.core.codelet import Codelet, Tail
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.records import Task
 from scheduler.core.step_plan import RecordedTask, StepPlan
-from scheduler.planning import AUTO, Pace, Values, candidates, plan_order
+from scheduler.planning import AUTO, NONE, Pace, PlanningMachine, Values, candidates, choose_plan
 from scheduler.planning.recompute import recomputed
 from scheduler.simulation import simulate
 from scheduler.testing import FakeDriver
@@ -135,7 +135,7 @@ def test_no_planned_step_is_faster(numbers: Any, again: int, extra: int, speed: 
     def pace(planned: StepPlan) -> Pace:
         return Pace({task: seconds_of(task, speed) for task in planned.tasks}, PAGE, PAGE, duplex=True)
 
-    chosen = plan_order(made_again, order, memory=memory, last=BOUNDLESS, computes_on_last=False, pace=pace)
+    chosen = choose_plan(made_again, order, NONE, PlanningMachine(memory=memory, last=BOUNDLESS, computes_on_last=False, pace=pace))
     positions = time_bound.order_in(plan, chosen)
     assert sorted(positions) == list(range(len(plan.tasks)))
     bound = timed(plan, speed).least_seconds(positions, memory)
@@ -196,5 +196,5 @@ def test_the_order_of_a_planned_step_leaves_clones_out() -> None:
     again = recomputed(Values(plan), [pre, y])
     assert len(again.tasks) == 1 + len(plan.tasks)
     for name in candidates(again):
-        chosen = plan_order(again, name, memory=14 * PAGE, last=BOUNDLESS, computes_on_last=False)
+        chosen = choose_plan(again, name, NONE, PlanningMachine(memory=14 * PAGE, last=BOUNDLESS, computes_on_last=False))
         assert time_bound.order_in(plan, chosen) == list(range(len(plan.tasks)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from scheduler.core.records import HandleId, HandleRecord, Kind, Mode
-from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.core.step_plan import Label, Phase, RecordedTask, StepPlan
 
 PAGE = 4096
 
@@ -17,6 +17,7 @@ class PlanBuilder:
         self.tasks: list[RecordedTask] = []
         self.owned: dict[HandleRecord, bool] = {}
         self._ids = itertools.count()
+        self._label = Label()
 
     def tile(self, name: str, kind: Kind = "temporary", pages: int = 2) -> HandleRecord:
         """A tile; temporaries belong to the step."""
@@ -28,7 +29,11 @@ class PlanBuilder:
 
     def task(self, name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
         """The next task."""
-        self.tasks.append(RecordedTask(None, name, ("cpu",), accesses, {}, 0))
+        self.tasks.append(RecordedTask(None, name, ("cpu",), accesses, {}, 0, label=self._label))
+
+    def label(self, phase: Phase, minibatch: int = -1, path: str = "") -> None:
+        """Label the next tasks."""
+        self._label = Label(phase, minibatch, path)
 
     def plan(self) -> StepPlan:
         """What has been built."""
@@ -42,15 +47,19 @@ def toy_step(layers: int = 3, minibatches: int = 4, recompute: bool = False) -> 
     moments = [builder.tile(f"m{at}", "persistent", 8) for at in range(layers)]
     gradients = [builder.tile(f"d{at}", pages=8) for at in range(layers)]
     for minibatch in range(minibatches):
+        builder.label("forward")
         data, copy = builder.tile("data", "input"), builder.tile("copy")
         builder.task("copy input", (data, "R"), (copy, "W"))
         x = [copy]
-        for weight in weights:
+        for at, weight in enumerate(weights):
+            builder.label("forward", minibatch, f"layers.{at}")
             x.append(builder.tile("x"))
             builder.task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
         dx = builder.tile("dx")
+        builder.label("forward", minibatch)
         builder.task("loss", (x[-1], "R"), (dx, "W"))
         for at in reversed(range(layers)):
+            builder.label("backward", minibatch, f"layers.{at}")
             if recompute:
                 again = builder.tile("again")
                 builder.task("forward", (x[at], "R"), (weights[at], "R"), (again, "W"))
@@ -58,6 +67,7 @@ def toy_step(layers: int = 3, minibatches: int = 4, recompute: bool = False) -> 
             builder.task("backward weight", (x[at], "R"), (x[at + 1], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
             before, dx = dx, builder.tile("dx")
             builder.task("backward input", (before, "R"), (weights[at], "R"), (dx, "W"))
+    builder.label("update")
     norms = [builder.tile("norm", pages=1) for _ in range(layers)]
     for gradient, norm in zip(gradients, norms, strict=True):
         builder.task("squares", (gradient, "R"), (norm, "W"))
@@ -72,19 +82,24 @@ def wide_step(layers: int = 10, minibatches: int = 2) -> StepPlan:
     weights = [builder.tile(f"w{at}", "persistent", 1) for at in range(layers)]
     gradients = [builder.tile(f"d{at}", pages=1) for at in range(layers)]
     for minibatch in range(minibatches):
+        builder.label("forward")
         data, copy = builder.tile("data", "input"), builder.tile("copy")
         builder.task("copy input", (data, "R"), (copy, "W"))
         x, wide = [copy], []
-        for weight in weights:
+        for at, weight in enumerate(weights):
+            builder.label("forward", minibatch, f"layers.{at}")
             wide.append(builder.tile("wide", pages=8))
             x.append(builder.tile("x"))
             builder.task("widen", (x[-2], "R"), (wide[-1], "W"))
             builder.task("product", (wide[-1], "R"), (weight, "R"), (x[-2], "R"), (x[-1], "W"))
         dx = builder.tile("dx")
+        builder.label("forward", minibatch)
         builder.task("loss", (x[-1], "R"), (dx, "W"))
         for at in reversed(range(layers)):
+            builder.label("backward", minibatch, f"layers.{at}")
             before, dx = dx, builder.tile("dx")
             builder.task("backward", (wide[at], "R"), (x[at], "R"), (before, "R"), (gradients[at], "RW" if minibatch else "W"), (dx, "W"))
+    builder.label("update")
     for weight, gradient in zip(weights, gradients, strict=True):
         builder.task("update", (weight, "RW"), (gradient, "R"))
     return builder.plan()

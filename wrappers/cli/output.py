@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TextIO
 
 _SHORT: Final = 1000
@@ -90,3 +92,41 @@ def complain(sentence: str) -> None:
         sentence = printable(sentence)
     with contextlib.suppress(OSError):
         print(f"nntask: {sentence}", file=sys.stderr)
+
+
+class Doing(logging.Handler):
+    """Prints what a package logs that it is doing, once that has taken a while.
+
+    Args:
+        package: name of the package's logger.
+        after: seconds of silence at the beginning.
+        show: function that prints a sentence.
+    """
+
+    def __init__(self, package: str, after: float, show: Callable[[str], None] = complain) -> None:
+        super().__init__(logging.INFO)
+        self._logger, self._show, self._latest, self._is_late = logging.getLogger(package), show, "", False
+        self._timer = threading.Timer(after, self._begin)
+        self._timer.daemon = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message, and print it if the silence is over. The lock of the handler is held."""
+        self._latest = record.getMessage()
+        if self._is_late:
+            self._show(self._latest)
+
+    def _begin(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            self._is_late = True
+            if self._latest:
+                self._show(self._latest)
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._logger.removeHandler(self)
+        self._logger.setLevel(logging.NOTSET)

@@ -31,7 +31,7 @@ from scheduler.core.shortage import Shortage
 from scheduler.execution.workers import SIM_DEPTH
 from scheduler.planning.finalists import NEAR, PLAIN
 from scheduler.planning.orders import candidates
-from scheduler.planning.repeated_structure import repetition
+from scheduler.planning.step_structure import structure_of
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)
@@ -206,7 +206,7 @@ def test_orders_where_activations_are_as_small_as_scalars(embd_tile: int) -> Non
     """A sum of tiles of a page creates nothing large, but is no update, for the backward pass follows it."""
     asked = settings()
     plan = memory_fit.capture(resolve(replace(asked, tiling=replace(asked.tiling, embd_tile=embd_tile)), CONFIG)).plan
-    found = repetition(plan)
+    found = structure_of(plan)
     assert found.num_minibatches == 4
     assert all(found.updates[after] for at, is_update in enumerate(found.updates) if is_update for after in plan.successors[at])
     for order in candidates(plan).values():

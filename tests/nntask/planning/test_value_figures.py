@@ -41,7 +41,7 @@ def test_a_step_that_only_fits_like_that() -> None:
         assert 0 < value["seconds_again"] < 1
         assert value["moved_bytes"] == value["seconds_moved"] == 0
     assert any(value["again_bytes"] for value in found["values"])
-    norms = next(value for value in found["values"] if value["name"] == "layer_norm[0]>matmul")
+    norms = next(value for value in found["values"] if value["name"] == "h.*.ln_1.layer_norm[0]")
     assert (norms["operation"], norms["layers"]) == ("layer_norm", CONFIG.n_layer)
     head, *rows = value_lines(found)
     assert head.split("  ")[1] == HEAD[0]
@@ -59,7 +59,7 @@ def test_what_was_asked_for(asked: str) -> None:
     if asked == "block":
         assert min(shares.values()) < 0.5 < max(shares.values())
     else:
-        assert {name: share for name, share in shares.items() if share} == ({} if asked == "none" else {"layer_norm[0]>matmul": 0.5})
+        assert {name: share for name, share in shares.items() if share} == ({} if asked == "none" else {"h.*.ln_1.layer_norm[0]": 0.5})
     assert all(value["again_bytes"] + value["moved_bytes"] + value["kept_bytes"] == value["bytes"] for value in found["values"])
     assert all(value["seconds_again"] > 0 and value["seconds_moved"] > 0 for value in found["values"])
 

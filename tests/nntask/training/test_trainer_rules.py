@@ -115,7 +115,7 @@ def test_values_on_their_own(argv, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["mm and 1[0]>addmm and 2+gelu:0.5,layer_norm", "layer_norm[0]>matmul, attention:1"])
+@pytest.mark.parametrize("text", ["h.*.mlp.mm and 1[0],addmm and 2:0.5,layer_norm", "h.*.ln_1[0], attention:1"])
 def test_names_that_plans_print_can_be_given(text):
     """Those of PyTorch models among them, whose tasks are of several operations."""
     check_values(settings(f"--recompute={text}"))

@@ -11,7 +11,7 @@ from scheduler import RW, SCRATCH, Codelet, Handle, R, Runtime, W
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.policies import POLICIES
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import AUTO, plan_order
+from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.planning.forecast import Forecast, Pace, forecast
 from scheduler.planning.tile_traffic import Touches
 from scheduler.simulation.virtual_time import simulate
@@ -165,7 +165,9 @@ def test_forecast_and_virtual_time(device: float, cpu: float, rate: float, least
 def test_a_step_with_updates_aside_is_always_forecast() -> None:
     """Although it fits, what it moves is known."""
     plan = captured()
-    found = plan_order(plan, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, pace=lambda each: pace(each, 1.0, 0.1, 100.0))
+    found = choose_plan(
+        plan, AUTO, NONE, PlanningMachine(memory=1 << 40, last=1 << 40, computes_on_last=False, pace=lambda each: pace(each, 1.0, 0.1, 100.0))
+    )
     assert found.moved_bytes == 2 * LAYERS * TILE
     assert found.seconds > 0
 

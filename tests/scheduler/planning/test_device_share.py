@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -12,12 +11,12 @@ import pytest
 from support.toy_steps import PAGE, toy_step, wide_step
 
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import AUTO, choose_plan, plan_order
-from scheduler.planning.device_share import devices_of_share, devices_of_tasks, order_of_all, order_of_one, share_of
-from scheduler.planning.evaluation import Costs, PlanCandidate, evaluate
+from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
+from scheduler.planning.device_share import devices_of_tasks, order_of_all, order_of_one, share_of
+from scheduler.planning.evaluation import PlanCandidate, evaluate
 from scheduler.planning.forecast import Pace, Spill
-from scheduler.planning.ordered_step import OrderedStep, PlanningMachine
-from scheduler.planning.repeated_structure import repetition
+from scheduler.planning.ordered_step import OrderedStep
+from scheduler.planning.step_structure import structure_of
 
 
 def pace(plan: StepPlan) -> Pace:
@@ -61,13 +60,13 @@ def test_names_of_orders() -> None:
 def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> None:
     """In every order that both have: a device's own minibatches, and its part of the rest."""
     plan, num_devices = wide_step(minibatches=minibatches), 2
-    repeated = repetition(plan)
+    repeated = structure_of(plan)
     share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
     num_updates = sum(repeated.updates)
     assert num_updates > 0
     assert 2 * (len(share.tasks) - num_updates) == len(plan.tasks) - num_updates
     given = short(plan, num_devices, 1 / 3)
-    whole = plan_order(plan, AUTO, **given).forecasts
+    whole = choose_plan(plan, AUTO, NONE, PlanningMachine(**given)).forecasts
     part = evaluate(OrderedStep(share, PlanningMachine(**given, is_share=True)), AUTO).forecasts
     assert {order_of_all(name, num_devices) for name in part} >= set(whole)
     for name, found in part.items():
@@ -86,13 +85,13 @@ def test_all_devices_get_what_one_has_chosen(monkeypatch: pytest.MonkeyPatch, mi
     """
     plan = step(minibatches=minibatches)
     given = short(plan, num_devices, part)
-    whole = choose_plan(plan, AUTO, AUTO, **given)
+    whole = choose_plan(plan, AUTO, AUTO, PlanningMachine(**given))
     seen = searches(monkeypatch)
-    found = choose_plan(plan, AUTO, AUTO, **given)
+    found = choose_plan(plan, AUTO, AUTO, PlanningMachine(**given))
     assert True in seen
     assert found.seconds <= 1.05 * whole.seconds
     assert set(found.plan.partitions) == {-1, *range(num_devices)}
-    again = choose_plan(plan, found.name, found.recompute, **given)
+    again = choose_plan(plan, found.name, found.recompute, PlanningMachine(**given))
     assert (again.seconds, [task.name for task in again.plan.tasks]) == (found.seconds, [task.name for task in found.plan.tasks])
     assert sum(task.num_clones for task in found.plan.tasks) == len(found.plan.tasks) - len(plan.tasks)
 
@@ -100,13 +99,13 @@ def test_all_devices_get_what_one_has_chosen(monkeypatch: pytest.MonkeyPatch, mi
 def test_what_one_makes_again_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """In as many layers of all minibatches; its groups are those of the whole step."""
     plan = wide_step(minibatches=8)
-    whole = choose_plan(plan, AUTO, AUTO, **short(plan, 4, 1 / 3))
+    whole = choose_plan(plan, AUTO, AUTO, PlanningMachine(**short(plan, 4, 1 / 3)))
     seen = searches(monkeypatch)
-    found = choose_plan(plan, AUTO, AUTO, **short(plan, 4, 1 / 3))
+    found = choose_plan(plan, AUTO, AUTO, PlanningMachine(**short(plan, 4, 1 / 3)))
     assert seen.count(False) == 1
     assert found.recomputation is not None
     assert whole.recomputation is not None
-    assert found.recompute == found.recomputation.name == "widen"
+    assert found.recompute == found.recomputation.name == "layers.*.widen"
     assert [group.layers for group in found.recomputation.groups] == [group.layers for group in whole.recomputation.groups]
     assert sum(task.num_clones for task in found.plan.tasks) > 8
 
@@ -115,9 +114,9 @@ def test_what_fits_like_that_is_forecast_to_move_nothing(monkeypatch: pytest.Mon
     """Where all fits once something is made again, the figures are those of a search of the whole step."""
     plan = wide_step(minibatches=2)
     given = short(plan, 2, 0.96)
-    whole = choose_plan(plan, AUTO, AUTO, **given)
+    whole = choose_plan(plan, AUTO, AUTO, PlanningMachine(**given))
     searches(monkeypatch)
-    found = choose_plan(plan, AUTO, AUTO, **given)
+    found = choose_plan(plan, AUTO, AUTO, PlanningMachine(**given))
     assert (found.recompute, found.name, found.moved_bytes) == (whole.recompute, whole.name, 0)
     assert 0 < found.seconds == pytest.approx(whole.seconds)
 
@@ -130,7 +129,7 @@ def test_where_a_share_does_not_stand_for_the_step_all_of_it_is_searched(monkeyp
 
     def is_searched(order: str = AUTO, **changes: Any) -> bool:
         seen.clear()
-        choose_plan(plan, order, AUTO, **{**given, **changes})
+        choose_plan(plan, order, AUTO, PlanningMachine(**{**given, **changes}))
         return seen.count(True) > 1
 
     assert is_searched()
@@ -139,8 +138,8 @@ def test_where_a_share_does_not_stand_for_the_step_all_of_it_is_searched(monkeyp
     assert not is_searched(num_devices=3)
     assert not is_searched(last=plan.needed_bytes() // 4)
     assert not is_searched(pace=lambda each: replace(pace(each), spill=Spill(plan.needed_bytes() // 4, 1e6, 1e6)))
-    assert not choose_plan(plan, AUTO, AUTO, **{**given, "memory": 1 << 40}).forecasts
-    assert choose_plan(plan, AUTO, AUTO, **given).seconds < inf
+    assert not choose_plan(plan, AUTO, AUTO, PlanningMachine(**{**given, "memory": 1 << 40})).forecasts
+    assert choose_plan(plan, AUTO, AUTO, PlanningMachine(**given)).seconds < inf
 
 
 def test_pinned_tasks_need_memory_as_well() -> None:
@@ -148,22 +147,19 @@ def test_pinned_tasks_need_memory_as_well() -> None:
     plan = toy_step(minibatches=4)
     pinned = StepPlan([replace(task, pin=0) for task in plan.tasks], plan.owned)
     for each in (plan, pinned):
-        assert plan_order(each, AUTO, **short(plan, 2, 1 / 3)).forecasts
+        assert choose_plan(each, AUTO, NONE, PlanningMachine(**short(plan, 2, 1 / 3))).forecasts
 
 
 def test_a_share_alone_takes_as_long_as_the_step_on_all_devices() -> None:
     """Where nothing waits for copies: a device executes its part of the updates, of which the share has all."""
     plan, num_devices = wide_step(minibatches=8), 4
-    repeated = repetition(plan)
+    repeated = structure_of(plan)
 
     def slow_updates(each: StepPlan) -> Pace:
         return replace(pace(each), seconds={task: 5e-3 if task.name == "update" else 1e-3 for task in each.tasks})
 
     share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
-    share = share.divided(devices_of_share(share, repetition(share).updates))
-
-    def seconds(step: StepPlan, pace_of: Callable[[StepPlan], Pace]) -> float:
-        return Costs(step, PlanningMachine(1 << 40, 1 << 40, False, pace=pace_of)).task_seconds(step)
-
-    of_one = seconds(share, lambda each: replace(slow_updates(each), num_devices=num_devices))
-    assert of_one == pytest.approx(seconds(plan, slow_updates), rel=0.1)
+    roomy = PlanningMachine(1 << 40, 1 << 40, False, num_devices, slow_updates)
+    of_one = OrderedStep(share, replace(roomy, is_share=True)).task_seconds
+    assert of_one == pytest.approx(OrderedStep(plan, roomy).task_seconds, rel=0.1)
+    assert of_one == pytest.approx(sum(slow_updates(plan).seconds.values()), rel=0.1)

@@ -10,9 +10,8 @@ from support.toy_steps import PAGE, PlanBuilder, toy_step
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import FILE, Replica, W
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import AUTO, plan_order
+from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.planning import forecast as forecasts
-from scheduler.planning.evaluation import EQUAL
 from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.planning.orders import candidates
@@ -164,23 +163,20 @@ def test_writing_early_what_will_leave_saves_time_and_costs_no_bytes(name: str) 
 
 
 def test_orders_are_compared_in_seconds() -> None:
-    """Of those that are about as fast, the one that moves least."""
+    """Those of the forecast, and a share of those of the copies."""
     asked = []
 
     def speed(plan: StepPlan) -> Pace:
         asked.append(plan)
         return pace(1.0)
 
-    roomy = plan_order(STEP, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, pace=speed)
+    roomy = choose_plan(STEP, AUTO, NONE, PlanningMachine(1 << 40, 1 << 40, False, pace=speed))
     assert (roomy.name, roomy.seconds, asked) == (SUBMISSION, 0.0, [])
-    chosen = plan_order(STEP, AUTO, memory=STEP.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=speed)
-    fastest = min(found.seconds for found in chosen.forecasts.values())
-    near = [found for found in chosen.forecasts.values() if found.seconds <= EQUAL * fastest]
+    chosen = choose_plan(STEP, AUTO, NONE, PlanningMachine(STEP.needed_bytes() // 3, 1 << 40, False, pace=speed))
     assert len(asked) == 1
-    assert chosen.seconds > 0
-    assert chosen.forecasts[chosen.name] == min(near, key=lambda found: found.total)
-    assert chosen.moves_least_of_equals == any(found.total > chosen.moved_bytes for found in near)
-    assert not plan_order(STEP, SUBMISSION, memory=STEP.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=speed).moves_least_of_equals
+    found = chosen.forecasts[chosen.name]
+    assert found.cost > found.seconds > 0
+    assert found.cost == min(other.cost for other in chosen.forecasts.values())
 
 
 def test_only_files_leave_a_memory_with_nothing_below(kit) -> None:  # type: ignore[no-untyped-def]
@@ -203,7 +199,9 @@ def test_only_files_leave_a_memory_with_nothing_below(kit) -> None:  # type: ign
 def test_parts_take_as_long_as_one_of_them() -> None:
     """Two devices share the tasks alike: together they take half as long."""
     speed = Pace(dict.fromkeys(STEP.tasks, SECONDS / 2), 1e12, 1e12, True)
-    found = plan_order(STEP, "layers", memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=2, pace=lambda plan: speed)
+    found = choose_plan(
+        STEP, "layers", NONE, PlanningMachine(memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=2, pace=lambda plan: speed)
+    )
     assert set(found.plan.partitions) == {-1, 0, 1}
     assert found.seconds == pytest.approx(len(STEP.tasks) * SECONDS / 2, rel=0.05)
 

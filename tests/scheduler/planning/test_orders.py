@@ -13,7 +13,7 @@ from support.toy_steps import PlanBuilder, toy_step
 
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning.orders import candidates, named
-from scheduler.planning.repeated_structure import repetition
+from scheduler.planning.step_structure import structure_of
 
 
 def check_topological(plan: StepPlan, order: list[int]) -> None:
@@ -69,7 +69,7 @@ def test_layer_major_touches_each_weight_once_per_pass() -> None:
 def test_groups_follow_one_another_and_the_turn_is_minibatch_major() -> None:
     """layers:2 finishes two minibatches before the next two begin; in a turn order the last layer runs forward and back per minibatch."""
     plan = toy_step(layers=8)
-    found = repetition(plan)
+    found = structure_of(plan)
     assert found.num_minibatches == 4
     orders = candidates(plan)
     groups = [found.minibatch[at] // 2 for at in orders["layers:2"] if found.minibatch[at] >= 0]
@@ -82,7 +82,7 @@ def test_groups_follow_one_another_and_the_turn_is_minibatch_major() -> None:
 def test_an_order_that_is_asked_for_need_not_be_a_candidate() -> None:
     """A group of all minibatches or more is no group, a shallow step has every turn all the same, and one minibatch has no groups."""
     plan = toy_step(layers=2)
-    found = repetition(plan)
+    found = structure_of(plan)
     orders = candidates(plan)
     assert named(plan, found, "layers:4") == named(plan, found, "layers:1000") == orders["layers"]
     three = named(plan, found, "layers:3")
@@ -95,14 +95,14 @@ def test_an_order_that_is_asked_for_need_not_be_a_candidate() -> None:
     for name in ("layers:0", "layers:", "turn:8/8", "turn:1/4", "foo"):
         assert named(plan, found, name) is None
     one = toy_step(minibatches=1)
-    assert named(one, repetition(one), "layers:2") == named(one, repetition(one), "layers")
+    assert named(one, structure_of(one), "layers:2") == named(one, structure_of(one), "layers")
 
 
 def test_forward_is_minibatch_major_up_to_the_loss() -> None:
     """Each minibatch goes forward through all layers and through the last one back alone; gradients are summed in one go."""
     plan = toy_step(layers=8)
     order = candidates(plan)["forward"]
-    found = repetition(plan)
+    found = structure_of(plan)
     steps = [(found.minibatch[at], plan.tasks[at].name) for at in order if found.minibatch[at] >= 0]
     forward = [minibatch for minibatch, name in steps if name == "forward"]
     assert forward == sorted(forward)
@@ -116,7 +116,7 @@ def test_eager_update_moves_only_updates_and_as_early_as_they_can() -> None:
     """What is no update keeps its place among the others; each update follows its last predecessor, other updates aside."""
     plan = toy_step()
     order = candidates(plan)["eager-update"]
-    found = repetition(plan)
+    found = structure_of(plan)
     assert {plan.tasks[at].name for at, update in enumerate(found.updates) if update} == {"squares", "adam"}
     rest = [at for at in order if not found.updates[at]]
     assert rest == sorted(rest)
@@ -130,7 +130,7 @@ def test_eager_update_moves_only_updates_and_as_early_as_they_can() -> None:
 def test_recomputed_layers_run_in_the_backward_pass() -> None:
     """A forward task that runs again for the backward pass is not mistaken for a minibatch, nor done early."""
     plan = toy_step(recompute=True)
-    assert repetition(plan).num_minibatches == 4
+    assert structure_of(plan).num_minibatches == 4
     order = candidates(plan)["layers"]
     last_loss = max(at for at, position in enumerate(order) if plan.tasks[position].name == "loss")
     for weight in ("w0", "w1"):

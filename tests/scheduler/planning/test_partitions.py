@@ -13,8 +13,8 @@ from scheduler.core.memory.extents import PAGE
 from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
 from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, UseSchedule, Worker, WorkerId
-from scheduler.core.step_plan import RecordedTask, StepPlan
-from scheduler.planning import AUTO, plan_order
+from scheduler.core.step_plan import Label, RecordedTask, StepPlan
+from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.simulation.virtual_time import VirtualDriver, simulate
 
 LAYERS = 4
@@ -33,24 +33,28 @@ def training_step(minibatches: int) -> StepPlan:
         return handle
 
     def task(name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
-        tasks.append(RecordedTask(None, name, ("sim",), accesses, {}, 0))
+        tasks.append(RecordedTask(None, name, ("sim",), accesses, {}, 0, label=label))
 
     weights = [tile(f"w{at}", 8, "persistent") for at in range(LAYERS)]
     moments = [tile(f"m{at}", 8, "persistent") for at in range(LAYERS)]
     gradients = [tile(f"d w{at}", 8) for at in range(LAYERS)]
     for minibatch in range(minibatches):
+        label = Label()
         data, copy = tile("input", 2, "input"), tile("copy", 2)
         task("copy input", (data, "R"), (copy, "W"))
         x = [copy]
-        for weight in weights:
+        for at, weight in enumerate(weights):
+            label = Label("forward", minibatch, f"layers.{at}")
             x.append(tile("x", 2))
             task("forward", (x[-2], "R"), (weight, "R"), (x[-1], "W"))
-        dx = tile("dx", 2)
+        dx, label = tile("dx", 2), Label("forward", minibatch)
         task("loss", (x[-1], "R"), (dx, "W"))
         for at in reversed(range(LAYERS)):
+            label = Label("backward", minibatch, f"layers.{at}")
             task("gradient", (x[at], "R"), (dx, "R"), (gradients[at], "RW" if minibatch else "W"))
             before, dx = dx, tile("dx", 2)
             task("backward", (before, "R"), (weights[at], "R"), (dx, "W"))
+    label = Label("update")
     for at, weight in enumerate(weights):
         task("update", (gradients[at], "R"), (moments[at], "RW"), (weight, "RW"))
     return StepPlan(tasks, owned)
@@ -60,7 +64,7 @@ def training_step(minibatches: int) -> StepPlan:
 def test_minibatches_take_turns(minibatches: int, devices: int, expected: set[int]) -> None:
     """Each device gets as many minibatches; no parts where that leaves some with fewer, or without any."""
     plan = training_step(minibatches)
-    order = plan_order(plan, AUTO, memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=devices)
+    order = choose_plan(plan, AUTO, NONE, PlanningMachine(memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=devices))
     assert set(order.plan.partitions) - {-1} == expected
     if expected:
         sizes = Counter(partition for partition in order.plan.partitions if partition >= 0)
@@ -73,7 +77,7 @@ def test_minibatches_take_turns(minibatches: int, devices: int, expected: set[in
 @pytest.mark.parametrize("policy", ["dmdas", "reuse"])
 def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch, memory: int, policy: str) -> None:
     """Both with room for everything and under pressure, when the minibatches of both devices pass side by side."""
-    order = plan_order(training_step(4), AUTO, memory=2 * memory, last=1 << 40, computes_on_last=False, num_devices=2)
+    order = choose_plan(training_step(4), AUTO, NONE, PlanningMachine(memory=2 * memory, last=1 << 40, computes_on_last=False, num_devices=2))
     assert order.name == "submission" if memory == 1 << 40 else order.name.startswith("layers")
     ran: list[tuple[NodeId, int]] = []
     moved: Counter[str] = Counter()
@@ -108,7 +112,12 @@ def test_a_sum_moves_no_more_than_it_has_to(
     monkeypatch: pytest.MonkeyPatch, devices: int, minibatches: int, order: str, pages: int, seconds: float, hops: int
 ) -> None:
     """It stays on a device for all minibatches there that add to it; nobody fetches it ahead of those that still add to it elsewhere."""
-    plan = plan_order(training_step(minibatches), order, memory=devices * 40 * PAGE, last=1 << 40, computes_on_last=False, num_devices=devices).plan
+    plan = choose_plan(
+        training_step(minibatches),
+        order,
+        NONE,
+        PlanningMachine(memory=devices * 40 * PAGE, last=1 << 40, computes_on_last=False, num_devices=devices),
+    ).plan
     moved: Counter[str] = Counter()
     bring = VirtualDriver.bring
 
@@ -137,14 +146,14 @@ def test_a_sum_moves_no_more_than_it_has_to(
 def test_minibatches_side_by_side_are_neighbours_on_their_devices(order: str, expected: str) -> None:
     """Within a group; groups, and minibatches that pass one after the other, take turns."""
     plan = training_step(8)
-    found = plan_order(plan, order, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    found = choose_plan(plan, order, NONE, PlanningMachine(memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2))
     partition = {id(task): partition for task, partition in zip(found.plan.tasks, found.plan.partitions, strict=True)}
     assert "".join(str(partition[id(task)]) for task in plan.tasks if task.name == "loss") == expected
 
 
 def test_what_leaves_either_device_is_foreseen() -> None:
     """Each device forecasts its own part; positions are those of the whole step."""
-    order = plan_order(training_step(4), AUTO, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    order = choose_plan(training_step(4), AUTO, NONE, PlanningMachine(memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2))
     leaving = Counter[int]()
     for handle, use in order.plan.uses.items():
         assert use.leaves <= set(use.positions)
@@ -156,13 +165,13 @@ def test_what_leaves_either_device_is_foreseen() -> None:
 
 def test_devices_that_share_a_step_keep_more_of_their_memory() -> None:
     """They lend each other what they hold: with the share of one memory alone it would be 216 pages."""
-    found = plan_order(training_step(4), "layers", memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    found = choose_plan(training_step(4), "layers", NONE, PlanningMachine(memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2))
     assert found.moved_bytes == 168 * PAGE
 
 
 def test_side_by_side_both_devices_work_under_pressure() -> None:
     """In submission order a window lets one minibatch through at a time; side by side both devices are busy most of the time."""
-    order = plan_order(training_step(8), AUTO, memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2)
+    order = choose_plan(training_step(8), AUTO, NONE, PlanningMachine(memory=80 * PAGE, last=1 << 40, computes_on_last=False, num_devices=2))
     found = simulate(
         order.plan,
         workers=[("sim", 1, 3), ("sim", 2, 3)],

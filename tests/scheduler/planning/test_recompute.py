@@ -12,9 +12,9 @@ from support.toy_steps import PAGE, PlanBuilder, toy_step, wide_step
 from scheduler.core.codelet import Codelet, Tail
 from scheduler.core.records import HandleRecord
 from scheduler.core.step_plan import RecordedTask, StepPlan
-from scheduler.planning import AUTO, BLOCK, NONE, as_asked, choose_plan, last_tier_bytes, most_again
-from scheduler.planning.evaluation import CLOSE
-from scheduler.planning.finalists import FINALISTS, NEAR
+from scheduler.planning import AUTO, BLOCK, NONE, PlanningMachine, as_asked, choose_plan, last_tier_bytes, most_again
+from scheduler.planning.evaluation import MARGIN
+from scheduler.planning.finalists import NEAR, ORDERS, OTHERS
 from scheduler.planning.forecast import Pace
 from scheduler.planning.recompute import Values, recomputed
 from scheduler.planning.value_groups import all_groups, groups_of
@@ -147,7 +147,7 @@ def test_blocks_keep_what_others_read() -> None:
         builder.task("inner", (x[-2], "R"), (inner[-1], "W"))
         builder.task("outer", (inner[-1], "R"), (x[-2], "R"), (x[-1], "W"))
         for task in builder.tasks[-2:]:
-            task.block = block
+            task.label = task.label._replace(block=block)
     dx = far(builder, x[-1], 6)
     for block in (1, 0):
         before, dx = dx, builder.tile("dx")
@@ -184,7 +184,7 @@ def pace(plan: StepPlan) -> Pace:
 def test_what_can_only_be_made_from_its_like_is_kept() -> None:
     """The residual stream, whose every sum needs the one before."""
     groups = groups_of(Values(wide_step()), pace)
-    assert [group.name for group in groups] == ["widen"]
+    assert [group.name for group in groups] == ["layers.*.widen"]
 
 
 @pytest.mark.parametrize("order", [AUTO, "submission"])
@@ -192,16 +192,16 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
     """Faster than without by its own forecast; a step that fits is left alone, and one that only fits like that is not refused."""
     plan = wide_step()
     roomy = {"memory": 1 << 40, "last": 1 << 40, "computes_on_last": False, "pace": pace}
-    assert choose_plan(plan, order, AUTO, **roomy).plan.tasks == plan.tasks
+    assert choose_plan(plan, order, AUTO, PlanningMachine(**roomy)).plan.tasks == plan.tasks
     short = {**roomy, "memory": plan.needed_bytes() // 3}
-    kept, chosen = (choose_plan(plan, order, each, **short) for each in (NONE, AUTO))
-    assert chosen.recompute.startswith("widen")
+    kept, chosen = (choose_plan(plan, order, each, PlanningMachine(**short)) for each in (NONE, AUTO))
+    assert chosen.recompute.startswith("layers.*.widen")
     assert chosen.seconds < 0.9 * kept.seconds
     assert chosen.recomputation is not None
     assert chosen.recomputation.seconds_without == kept.seconds
-    assert choose_plan(plan, order, chosen.recompute, **short).seconds == chosen.seconds
+    assert choose_plan(plan, order, chosen.recompute, PlanningMachine(**short)).seconds == chosen.seconds
     least = min(last_tier_bytes(each, computes=True) for each in most_again(plan))
-    fitting = choose_plan(plan, order, AUTO, memory=least, last=least, computes_on_last=True, pace=pace)
+    fitting = choose_plan(plan, order, AUTO, PlanningMachine(memory=least, last=least, computes_on_last=True, pace=pace))
     assert last_tier_bytes(fitting.plan, computes=True) <= least < last_tier_bytes(plan, computes=True)
     assert fitting.recomputation is not None
     assert fitting.recomputation.seconds_without == inf
@@ -211,8 +211,8 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
 def test_a_mix_with_which_everything_fits_moves_nothing() -> None:
     """Its forecast is that of its own tasks, not of the step that it replaces."""
     plan = wide_step()
-    found = choose_plan(plan, AUTO, AUTO, memory=int(0.6 * plan.needed_bytes()), last=1 << 40, computes_on_last=False, pace=pace)
-    assert found.recompute.startswith("widen")
+    found = choose_plan(plan, AUTO, AUTO, PlanningMachine(memory=int(0.6 * plan.needed_bytes()), last=1 << 40, computes_on_last=False, pace=pace))
+    assert found.recompute.startswith("layers.*.widen")
     assert found.plan.needed_bytes() <= int(0.6 * plan.needed_bytes())
     assert (found.name, found.moved_bytes, found.seconds) == ("submission", 0, pytest.approx(1e-3 * len(found.plan.tasks)))
     assert found.recomputation is not None
@@ -223,7 +223,9 @@ def test_clones_are_marked_in_any_order() -> None:
     """What makes a value again says so, and nothing else does."""
     plan = wide_step()
     assert not any(task.num_clones for task in plan.tasks)
-    found = choose_plan(plan, "layers", "widen", memory=plan.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=pace).plan
+    found = choose_plan(
+        plan, "layers", "widen", PlanningMachine(memory=plan.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=pace)
+    ).plan
     clones = [task for task in found.tasks if task.num_clones]
     assert {task.name for task in clones} == {"widen"}
     assert len(clones) == len(found.tasks) - len(plan.tasks) > 0
@@ -233,11 +235,11 @@ def test_moving_is_preferred_where_links_are_fast() -> None:
     """Clones are not worth their seconds there."""
     plan = wide_step()
     fast = {"memory": plan.needed_bytes() // 3, "last": 1 << 40, "computes_on_last": False}
-    found = choose_plan(plan, AUTO, AUTO, **fast, pace=lambda plan: replace(pace(plan), read=1e15, write=1e15))
+    found = choose_plan(plan, AUTO, AUTO, PlanningMachine(**fast, pace=lambda plan: replace(pace(plan), read=1e15, write=1e15)))
     assert (found.recompute, len(found.plan.tasks)) == (NONE, len(plan.tasks))
 
 
-@pytest.mark.parametrize(("num_devices", "again"), [(1, "widen:0.67"), (2, NONE)])
+@pytest.mark.parametrize(("num_devices", "again"), [(1, "layers.*.widen:0.67"), (2, NONE)])
 def test_what_copies_may_cost_beside_a_forecast_counts_on_one_device(num_devices: int, again: str) -> None:
     """Where tasks alone take as long as the step, and a recomputation would hardly cost anything."""
     plan = wide_step()
@@ -247,31 +249,31 @@ def test_what_copies_may_cost_beside_a_forecast_counts_on_one_device(num_devices
         return Pace(seconds, read=PAGE / 6e-5, write=PAGE / 6e-5, duplex=True)
 
     short: dict[str, Any] = {"memory": int(0.7 * plan.needed_bytes()), "last": 1 << 40, "computes_on_last": False, "pace": cheap}
-    kept = choose_plan(plan, AUTO, NONE, **short, num_devices=num_devices)
-    assert sum(cheap(plan).seconds.values()) > CLOSE * kept.seconds > 0
-    assert choose_plan(plan, AUTO, AUTO, **short, num_devices=num_devices).recompute == again
+    kept = choose_plan(plan, AUTO, NONE, PlanningMachine(**short, num_devices=num_devices))
+    assert sum(cheap(plan).seconds.values()) > MARGIN * kept.seconds > 0
+    assert choose_plan(plan, AUTO, AUTO, PlanningMachine(**short, num_devices=num_devices)).recompute == again
 
 
 def test_a_judge_has_the_last_word() -> None:
     """Among steps that are forecast to be about as fast; one that refuses all of them, or a step that fits, leaves the choice to forecasts."""
     plan = wide_step()
     short: dict[str, Any] = {"memory": plan.needed_bytes() // 2, "last": 1 << 40, "computes_on_last": False, "pace": pace}
-    plain = choose_plan(plan, AUTO, AUTO, **short)
+    plain = choose_plan(plan, AUTO, AUTO, PlanningMachine(**short))
     seen: list[StepPlan] = []
 
     def likes_the_last(planned: StepPlan) -> float:
         seen.append(planned)
         return 100.0 - len(seen)
 
-    found = choose_plan(plan, AUTO, AUTO, **short, judge=likes_the_last)
-    assert 2 <= len(seen) <= FINALISTS
+    found = choose_plan(plan, AUTO, AUTO, PlanningMachine(**short, judge=likes_the_last))
+    assert 2 <= len(seen) <= ORDERS + 2 + OTHERS
     assert tasks_of(seen[0]) == tasks_of(plain.plan)
     assert (found.plan, found.judged_seconds) == (seen[-1], 100.0 - len(seen))
     assert found.seconds <= NEAR * plain.seconds
-    again = choose_plan(plan, found.name, found.recompute, **short)  # as a run asks for what was chosen
+    again = choose_plan(plan, found.name, found.recompute, PlanningMachine(**short))  # as a run asks for what was chosen
     assert tasks_of(again.plan) == tasks_of(found.plan)
-    refused = choose_plan(plan, AUTO, AUTO, **short, judge=lambda planned: inf)
+    refused = choose_plan(plan, AUTO, AUTO, PlanningMachine(**short, judge=lambda planned: inf))
     assert (refused.name, refused.recompute, refused.judged_seconds) == (plain.name, plain.recompute, 0)
-    given = choose_plan(plan, plain.name, NONE, **short, judge=pytest.fail)
+    given = choose_plan(plan, plain.name, NONE, PlanningMachine(**short, judge=pytest.fail))
     assert (given.name, given.recompute) == (plain.name, NONE)
-    assert not choose_plan(plan, AUTO, AUTO, **{**short, "memory": 1 << 40}, judge=pytest.fail).forecasts
+    assert not choose_plan(plan, AUTO, AUTO, PlanningMachine(**{**short, "memory": 1 << 40}, judge=pytest.fail)).forecasts

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from wrappers.cli.output import complain
+from wrappers.cli.output import Doing, complain
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("", "--help", "plan --help", "devices --json", "models")
@@ -78,3 +80,23 @@ def test_errors_show_names_of_files_without_what_a_terminal_obeys(capsys: pytest
     first, second = capsys.readouterr().err.splitlines()
     assert first == "nntask: \\x1b]0;owned\\x07größer\\x9b31m\\u202e\\nall is well is not a name; choose another"
     assert second == f"nntask: {'x' * 4000}... (6,000 more characters)"
+
+
+def test_a_planner_that_takes_long_says_what_it_is_doing() -> None:
+    """Nothing before the silence is over, then the latest message and each later one; nothing after the command."""
+    logger, shown, is_shown = logging.getLogger("some.planner"), list[str](), threading.Event()
+
+    def show(sentence: str) -> None:
+        shown.append(sentence)
+        is_shown.set()
+
+    with Doing("some", 0.01, show):
+        logger.info("capturing %d minibatches", 4)
+        logger.info("comparing orders")
+        assert is_shown.wait(30)
+        logger.info("running it")
+    logger.info("done")
+    assert shown[-2:] == ["comparing orders", "running it"]
+    with Doing("some", 1000, show):
+        logger.info("fast")
+    assert shown[-1] == "running it"

@@ -223,20 +223,6 @@ def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.
     assert "--disk must be SIZE or DIR:SIZE of an imaginary machine, got '1XB'; for example --disk 2TB" in capsys.readouterr().err
 
 
-def test_a_choice_among_equally_fast_orders_is_explained(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where copies take no time the bytes decide, and the table says so; not of an order that was given."""
-    found = []
-    for order in ("auto", "layers"):
-        flags = ["plan", config, "--batch=2", "--minibatch=1", "--devices=1x192KiB@0.001GF", f"--order={order}"]
-        assert main([*flags, "--json"]) == 0
-        plan = json.loads(capsys.readouterr().out)
-        assert main(flags) == 0
-        words = "; of equally fast ones it moves least)"
-        assert (words in capsys.readouterr().out) == plan["order_moves_least_of_equals"]
-        found.append(plan["order_moves_least_of_equals"])
-    assert found == [True, False]
-
-
 def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a given order the table says that it was given."""
     flags = ["plan", config, "--batch=2", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2", "--order=layers"]

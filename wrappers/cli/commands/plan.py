@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
@@ -16,9 +18,12 @@ from nntask.config import ResourceSettings, TrainSettings
 from ..options.help import show_requested_help
 from ..options.sources import Request, naming, request
 from ..options.torch_extra import load_torch, through_torch
+from ..output import Doing
 
 OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str, "ram-rate": str}
 """Flags of ``nntask plan`` in addition to those of ``nntask train``, with their types."""
+SILENT_SECONDS: Final = 2.0
+"""Time after which a terminal shows what the planner is doing."""
 _OF_DEVICES: Final = {"sim_gpu": "0", "ngpu": "0", "gpu_memory": ""}
 """Settings for devices of this machine, each with the value of its flag that asks for none."""
 
@@ -88,8 +93,9 @@ def run(argv: Sequence[str]) -> int:
             )
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
-        settings, minibatch = choose_minibatch(settings, asked.config, there, target)
-        figures = plan_run(settings, asked.config, target, machine=machine) | ({"minibatch": minibatch} if minibatch else {})
+        with Doing("nntask.planning", SILENT_SECONDS) if sys.stderr.isatty() else nullcontext():
+            settings, minibatch = choose_minibatch(settings, asked.config, there, target)
+            figures = plan_run(settings, asked.config, target, machine=machine) | ({"minibatch": minibatch} if minibatch else {})
     return _print(figures, asked)
 
 
@@ -231,8 +237,7 @@ def _orders(figures: Mapping[str, Any]) -> Iterator[str]:
         beside = f"up to {format_size(outside['beside'])} of recorded steps and kernels' working memory"
         yield f"outside --ram       {format_size(outside['imports'])} of imports, and {beside}"
     order = figures["order"]
-    why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
-    mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
+    mark = " (given)" if figures["order_is_given"] else " (chosen)"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == order else "")

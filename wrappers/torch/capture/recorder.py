@@ -123,7 +123,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     def _enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
         untyped = tensor.untyped_storage()
         self._alive.append(untyped)
-        storage = Storage(untyped.nbytes(), role, name, is_again=is_recomputing())
+        is_backward = torch._C._current_autograd_node() is not None
+        storage = Storage(untyped.nbytes(), role, name, is_again=is_recomputing(), is_backward=is_backward)
         if role == "constant":
             storage = replace(storage, tensor=tensor)
         self._storages[untyped._cdata] = storage

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from nntask import UsageError
 from nntask.optim import Optimizer
 from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
+from scheduler.machine import labelled
 from tiles import TileTensor
 
 from ..capture.batches import layout_of, memory_of
@@ -60,7 +61,8 @@ class StepTasks:
         if copies:  # buffers are written only after the whole gradient has been computed
             accesses: list[Access] = [(copy.handles[0], R) for copy in copies.values()]
             accesses += [(self._state.buffers[name].handles[0], W) for name in copies]
-            runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
+            with labelled(phase="update", path=""):
+                runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
         return all_outputs, optimizer.grad_norm
 
     def _copies_of_buffers(self) -> dict[str, TileTensor]:

@@ -36,6 +36,7 @@ class Storage:
         tensor: the tensor of the program in whose memory a constant lies.
         piece: number of this piece of a parameter that is cut along its first axis (`cuts`).
         is_again: whether its content is recomputed, in a backward pass that repeats a part of the forward pass.
+        is_backward: whether a backward pass computes its content.
     """
 
     nbytes: int
@@ -44,6 +45,7 @@ class Storage:
     tensor: torch.Tensor | None = None
     piece: int = 0
     is_again: bool = False
+    is_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from scheduler.machine import Phase
+
 from .calls import Call, Capture, Ref, Storage, TileKey
 from .chains import Chain
 from .kernels import buffer_nbytes, does_nothing, torch_nbytes
@@ -59,6 +61,18 @@ class Segment:
         """Fraction of the bytes that it writes that a backward pass recomputes."""
         written = [storage for call in self.calls for storage in call.writes]
         return sum(storage.nbytes for storage in written if storage.is_again) / max(1, sum(storage.nbytes for storage in written))
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the pass that computes most of it."""
+        written = [storage for call in self.calls for storage in call.writes]
+        return "backward" if 2 * sum(storage.is_backward for storage in written) > len(written) else "forward"
+
+    @property
+    def module(self) -> str:
+        """Path of the module of the first of its parameters, by name; "" if it reads none."""
+        names = (storage.name for call in self.calls for storage in call.reads if storage.role == "parameter")
+        return min(names, default="").rpartition(".")[0]
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nntask import UsageError
 from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, Mode, R, TaskRuntime, W
+from scheduler.machine import kept_here, labelled, next_minibatch
 from tiles import TileView
 from tiles.kernels import kernel
 
@@ -110,6 +111,7 @@ class Pass:
         late: list[Callable[[], None]] = []
         contributes: Mode = W if contribution == "write" else RW
         borrowed = {storage: gradients[tile] for storage, tile in self._borrowed[contribution].items()}
+        path = ""  # of the module whose parameters were used last
         for task in self._of(contribution):
             segment = task.segment
             for storage in segment.makes:
@@ -127,10 +129,14 @@ class Pass:
                 constants["minibatch"] = minibatch
             if task.scratch_nbytes:
                 accesses.append((_handle(runtime, task.scratch_nbytes, "scratch", "scratch"), SCRATCH))
-            if segment in self._late and all(storage in borrowed for storage in segment.updates):
-                late.append(partial(runtime.submit, task.codelet, accesses, constants))
-            else:
-                runtime.submit(task.codelet, accesses, constants)
+            path = segment.module or path
+            with labelled(phase=segment.phase, path=path):
+                submit = partial(runtime.submit, task.codelet, accesses, constants)
+                if segment in self._late and all(storage in borrowed for storage in segment.updates):
+                    late.append(kept_here(submit))
+                else:
+                    submit()
+        next_minibatch()
         return output_handles, late
 
     def _of(self, contribution: Contribution) -> list[_Task]:
