@@ -377,10 +377,11 @@ def main() -> int:
                 row = ROWS[name](work, card)
             except Exception as error:  # one row must not take the others along
                 row = {"measured": f"failed: {str(error)[:300]}", "met": False}
-            results["rows"][name] = row | {"took_seconds": round(monotonic() - begin, 1)}
+            stamp = {"date": common.datetime.date.today().isoformat(), "commit": common.commit()}
+            results["rows"][name] = row | {"took_seconds": round(monotonic() - begin, 1)} | stamp
             print(f"{name}: {row['measured']} ({monotonic() - begin:.0f} s)", flush=True)
             results |= {"gpu": card, "versions": common.versions("cupy-cuda12x", "cupy-cuda13x", "torch"), "settings": {"rounds": 1}}
-            results |= {"date": common.datetime.date.today().isoformat(), "commit": common.commit(), "machine": common.machine()}
+            results["machine"] = common.machine()
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(results), encoding="utf-8")
     return 0

@@ -43,8 +43,7 @@ shapes that cuDNN declines because it has no backward pass within 320 MiB of wor
 
 `--attention auto` chose {chosen} for GPT-2 small, which then trained at {rate:,} tokens/s.
 
-`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`. All checks passed: see
-[what a card has shown](../guides/gpus.md#what-a-card-has-shown).
+`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`: see [what a card has shown](../guides/gpus.md#what-a-card-has-shown).
 """
 
 
@@ -54,8 +53,9 @@ def claims(results: Mapping[str, Any]) -> str:
     for name, claim, bar in CLAIMS:
         row = results.get("rows", {}).get(name) or {}
         verdict = {True: "met", False: "**not met**", None: "no verdict"}[row.get("met")]
-        lines.append([claim, bar, "not measured yet" if row.get("measured") is None else f"{row['measured']}: {verdict}"])
-    return table(["claim", "bar", "measured"], lines)
+        measured = "not measured yet" if row.get("measured") is None else f"{row['measured']}: {verdict}"
+        lines.append([claim, bar, measured, f"{row['date']}, {row['commit']}" if "date" in row else ""])
+    return table(["claim", "bar", "measured", "date, commit"], lines)
 
 
 def attention() -> str:
@@ -76,5 +76,5 @@ def page(results: Mapping[str, Any]) -> str:
     stamp = "No rows have been measured on a card yet. Emulated devices, on which GPU code is tested, say nothing about speed."
     if results.get("rows"):
         versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-        stamp = f"{results['date']}, commit {results['commit']}; {results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
+        stamp = f"{results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
     return PAGE.format(claims=claims(results), stamp=stamp) + (attention() if (FIRST_CARD / "profile.jsonl").exists() else "")

@@ -20,9 +20,9 @@ SOURCES = [(name, element) for name in launch.NAMES for element in (("bf16",) if
 def kernels_in(source: str) -> list[str]:
     """Kernels of a source."""
     text = source_text(source)
-    names = re.findall(r"\bKERNEL ([\w#]+)\(", text)
-    sizes = re.findall(r"^FLASH\((\d+)\)", text, re.MULTILINE)
-    return [name.replace("##D", size) for name in names for size in (sizes if "##D" in name else ("",))]
+    variants = re.findall(r"^FLASH\((\w+),", text, re.MULTILINE)
+    names = re.findall(r"^ *EXPORT\(([\w#]+)\)", text, re.MULTILINE)
+    return [name.replace("##NAME", variant) for name in names for variant in (variants if "##NAME" in name else ("",))]
 
 
 class KernelBench:

@@ -12,6 +12,7 @@ import pytest
 from support import cuda_cases
 from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
 from support.cuda_emulator import COMPILER, Emulator, on_device
+from support.gpu_bench import kernels_in
 from support.kernel_cases import PATTERNS, Maker, patterned_attention, patterned_backward
 from support.nvrtc import compile_source, instructions, library
 
@@ -274,6 +275,13 @@ def test_sources_compile_for_devices(source: str, element: str, architecture: in
     taken = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
     assert taken
     assert max(taken) * (128 if source in (*FLASH, "attention") else 1024) <= REGISTERS
+
+
+@pytest.mark.skipif(library() is None, reason="the NVRTC wheel is not installed")
+@pytest.mark.parametrize("source", [pytest.param(name, marks=pytest.mark.long if name in FLASH else ()) for name in launch.NAMES])
+def test_a_card_is_asked_for_all_kernels_of_a_source(source: str) -> None:
+    """`make first-card` loads each kernel by its name in the machine code."""
+    assert sorted(kernels_in(source)) == sorted(instructions(source, "bf16", 90))
 
 
 PRODUCT = 0x23C
