@@ -246,17 +246,22 @@ class Candidates:
             if replica not in victims:
                 victims[replica] = None
                 excess -= replica.handle.size
-        holes = None if excess > 0 else self.plan_free(sizes)
+        holes = None if excess > 0 else self._in_free_memory(sizes)
         return None if holes is None else Holes(holes.offsets, list(victims))
 
     def plan_free(self, sizes: Sequence[int]) -> Holes | None:
-        """Return holes in free memory for extents of `sizes`; None if there are too few."""
+        """Return holes in free memory for extents of `sizes`, which were refused in another order; None if there are too few."""
+        return None if self.node.is_counted or self.node.is_storage else self._in_free_memory(sizes)  # of these, bytes alone decide
+
+    def _in_free_memory(self, sizes: Sequence[int]) -> Holes | None:
         return HoleSearch(self.node).cheapest(sizes, list, self._cost, lambda size: None, adds_up=True)
 
     def still_fits(self, sizes: Sequence[int], holes: Holes) -> bool:
         """Return whether the holes of an earlier plan can be had now by dropping those of their victims that are left."""
         starts = self.node.starts
         left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
+        if self.node.is_counted and self.node.used + sum(sizes) > self.node.budget + sum(victim.handle.size for victim in left):
+            return False
         return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).in_push(sizes, holes)
 
     def clean_nbytes(self, enough: int) -> int:
