@@ -43,7 +43,8 @@ shapes that cuDNN declines because it has no backward pass within 320 MiB of wor
 
 `--attention auto` chose {chosen} for GPT-2 small, which then trained at {rate:,} tokens/s.
 
-`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`: see [what a card has shown](../guides/gpus.md#what-a-card-has-shown).
+`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`: see
+[what a card has shown](../guides/gpus.md#what-a-card-has-shown).
 """
 
 
