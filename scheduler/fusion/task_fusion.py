@@ -11,6 +11,7 @@ Fused neighbours of one codelet that are independent of each other are launched 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -50,7 +51,9 @@ def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, ma
     if planned.forecasts:
         fused = fuse(plan, budget // MOVING_SHARE, make, moves=True)
         last_bytes = last_tier_bytes(fused, computes=False)
-        return replace(planned, plan=fused, last_bytes=last_bytes) if last_bytes <= last else planned
+        most = max(2 * (budget // MOVING_SHARE), plan.largest_task())  # launches of several tasks lengthen the lives of temporaries
+        fits = last_bytes <= last and fused.largest_task() <= most
+        return replace(planned, plan=fused, last_bytes=last_bytes) if fits else planned
     # two fused tasks may be ready, hence hold inner data, at the same time: those of two minibatches, or of two replays that update nothing
     num_sets = 2 if plan.partitions or not any(_updates(plan)) else 1
     for share in SHARES:
@@ -73,7 +76,7 @@ def fuse(plan: StepPlan, limit: int, make: Make, *, moves: bool = False) -> Step
     """
     updates, ends = _updates(plan), [0]
     while ends[-1] < len(plan.tasks):
-        ends.append(_end_of(plan, ends[-1], limit, updates))
+        ends.append(_end_of(plan, ends[-1], limit, updates, moves=moves))
     bundles = {} if moves else _bundles(plan, ends, make)
     arrange = by_size if moves else packed
     owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
@@ -122,28 +125,36 @@ def _largest_inner(plan: StepPlan) -> int:
     return max((handle.size for handle in plan.uses if isinstance(handle.view, ScratchView)), default=0)
 
 
-def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool]) -> int:
-    """Return one past the position of the last task that is fused with the task at `first`."""
+def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool], *, moves: bool) -> int:
+    """Return one past the position of the last task that is fused with the task at `first`.
+
+    Args:
+        moves: whether temporaries share memory only with those of the same size (`by_size`).
+    """
     begin = plan.tasks[first]
     seen: set[HandleRecord] = set()
-    live = inner = outer = 0  # bytes of temporaries that these tasks create: live now, and at most at once; bytes of all their other data
+    live, most = Counter[int](), Counter[int]()  # bytes of temporaries that these tasks create, by size if they move: live now, and at most at once
+    outer = 0  # bytes of all their other data
     for position in range(first, len(plan.tasks)):
         task = plan.tasks[position]
         handles = {handle: None for handle, _ in task.accesses}
         for handle in handles:
             if handle not in seen:
                 is_created = plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position
-                live, outer = (live + handle.size, outer) if is_created else (live, outer + handle.size)
+                if is_created:
+                    live[handle.size if moves else 0] += handle.size
+                else:
+                    outer += handle.size
         seen.update(handles)
-        inner = max(inner, live)
+        most |= live
         is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
         is_alike = is_alike and task.priority == begin.priority and (updates[first] or not updates[position])
-        if not is_alike or inner + outer > limit:
+        if not is_alike or most.total() + outer > limit:
             return max(position, first + 1)
         for handle in handles:
             uses = plan.uses[handle].positions
             if plan.owned.get(handle) is False and uses[-1] == position and uses[0] >= first:
-                live -= handle.size
+                live[handle.size if moves else 0] -= handle.size
     return len(plan.tasks)
 
 

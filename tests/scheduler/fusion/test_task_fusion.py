@@ -229,6 +229,24 @@ def test_how_tasks_are_fused() -> None:
     assert [task.name for task in fuse(plan, 2 * PAGE, make).tasks] == ["mix", "fill", "mix", "mix and 69 more"]
 
 
+def test_temporaries_of_many_sizes_count_one_by_one_if_tiles_move() -> None:
+    """Those that die at once share no memory with later ones of another size, so a fused task has fewer of them than if they were packed."""
+
+    def emit(runtime: CapturingRuntime, kept: list[Any]) -> None:
+        through = runtime.handle(PAGE, Numbers(), name="through")
+        runtime.submit(FILL, [(through, W)], {"value": 1.0})
+        for number in range(2, 25):
+            passing = runtime.handle(number * PAGE, Numbers(), name="passing")
+            runtime.submit(FILL, [(passing, W)], {"value": 1.0})
+            runtime.submit(MIX, [(through, "RW"), (passing, R)], {"salt": number})
+
+    plan = capture(emit)
+    moved, in_memory = fuse(plan, 26 * PAGE, make, moves=True), fuse(plan, 26 * PAGE, make)
+    assert len(in_memory.tasks) == 1
+    assert len(moved.tasks) > 4
+    assert moved.largest_task() <= 26 * PAGE
+
+
 def test_devices_that_share_no_minibatches_are_judged_by_the_whole_step() -> None:
     """A step without partitions that fits two devices together, but not either alone, keeps its single tasks; with them it counts what is on each."""
     plan = capture(lambda runtime, kept: passes(runtime, kept))
