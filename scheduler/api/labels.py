@@ -42,7 +42,10 @@ def labelled(*, phase: Phase | None = None, path: str | None = None, block: int 
 
 
 def next_minibatch() -> None:
-    """End a minibatch: tasks submitted from now on belong to the next one. Each backward pass calls this at its end."""
+    """End a minibatch: tasks submitted from now on, in this context, belong to the next one.
+
+    Each backward pass of nntask calls this at its end, and so does a program that records a step by itself. Without it a step has one minibatch.
+    """
     _minibatch.set(_minibatch.get() + 1)
 
 

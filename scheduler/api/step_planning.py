@@ -38,7 +38,7 @@ def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str, cr
         return planned
     if graphs:
         devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
-        return fuse_if_it_fits(planned, devices, last, create)
+        return fuse_if_it_fits(planned, devices, last, create, computes_on_last=machine.computes_on_last)
     kinds = [worker.kind for worker in machine.workers]
     if groups and all(kind == "cpu" for kind in kinds):
         return fuse_groups_if_they_fit(planned, len(kinds), reach.memory, create)

@@ -35,7 +35,7 @@ _SPARE: Final = 6
 """Memory of a device over the bytes that must stay free, because early write-backs keep that much clean or free."""
 
 
-def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, make: Make) -> PlannedOrder:
+def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, make: Make, *, computes_on_last: bool = False) -> PlannedOrder:
     """Fuse the tasks of a step, if the last tier holds the data of fused tasks.
 
     Args:
@@ -43,6 +43,7 @@ def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, ma
         budgets: bytes of each device.
         last: bytes of the last tier, which holds all inputs and results of a fused task while that runs.
         make: creates the records of pieces of memory for data of several handles.
+        computes_on_last: whether tasks run on the last tier.
 
     Returns:
         `planned` with the fused step, or `planned` itself.
@@ -50,7 +51,7 @@ def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, ma
     plan, budget, num_devices = planned.plan, min(budgets), len(budgets)
     if planned.forecasts:
         fused = fuse(plan, budget // MOVING_SHARE, make, moves=True)
-        last_bytes = last_tier_bytes(fused, computes=False)
+        last_bytes = last_tier_bytes(fused, computes=computes_on_last)
         most = max(2 * (budget // MOVING_SHARE), plan.largest_task())  # launches of several tasks lengthen the lives of temporaries
         fits = last_bytes <= last and fused.largest_task() <= most
         return replace(planned, plan=fused, last_bytes=last_bytes) if fits else planned
@@ -59,7 +60,7 @@ def fuse_if_it_fits(planned: PlannedOrder, budgets: Sequence[int], last: int, ma
     for share in SHARES:
         fused = fuse(plan, budget // share, make)
         needed = max(largest_device_bytes(fused, num_devices), fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
-        last_bytes = last_tier_bytes(fused, computes=False)
+        last_bytes = last_tier_bytes(fused, computes=computes_on_last)
         if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE) and last_bytes <= last:
             return replace(planned, plan=fused, last_bytes=last_bytes)
     return planned
@@ -82,7 +83,28 @@ def fuse(plan: StepPlan, limit: int, make: Make, *, moves: bool = False) -> Step
     owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
     tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned, arrange) for first, end in pairwise(ends)]
     devices = [plan.partitions[first] for first in ends[:-1]] if plan.partitions else ()
-    return StepPlan(tasks, owned, window=plan.window, partitions=devices, idle=plan.idle)
+    fused = StepPlan(tasks, owned, window=plan.window, partitions=devices, idle=plan.idle)
+    if moves:
+        _foresee(plan, fused, ends)
+    return fused
+
+
+def _foresee(plan: StepPlan, fused: StepPlan, ends: Sequence[int]) -> None:
+    """Note in a fused step which data leaves the memory before which fused task, and when it may come back, as in the step before the fusion."""
+
+    def number_of(position: int) -> int:
+        turn, within = divmod(position, len(plan.tasks))  # a negative position is in the replay before
+        return turn * len(fused.tasks) + bisect_right(ends, within) - 1
+
+    leaves: dict[HandleRecord, set[int]] = {}
+    for handle in fused.uses:
+        use = plan.uses.get(handle)
+        if use is not None and use.leaves:
+            earlier = [use.positions[-1] - len(plan.tasks), *use.positions]
+            ranges = [(number_of(before), number_of(position)) for before, position in pairwise(earlier) if position in use.leaves]
+            leaves[handle] = {number for before, number in ranges if before < number}
+    returns = [[(number_of(start), number_of(position)) for start, position in partition] for partition in plan.returns]
+    fused.foresee(leaves, [[(start, number) for start, number in dict.fromkeys(partition) if start < number] for partition in returns])
 
 
 def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleRecord, tuple[HandleRecord, int]]:

@@ -19,7 +19,7 @@ NEAR: Final = 1.1
 """Ratio of costs to that of the best above which a step is not judged."""
 PLAIN: Final = 1.2
 """Further ratio up to which a step is judged that a program could ask for by a word, with no or all blocks recomputed. Forecasts without
-recomputation are up to 23 % too long, and who leaves the choice to a planner expects no worse than either."""
+recomputation are up to 23 % too long, and "auto" must not be slower than "none" or "block"."""
 ORDERS: Final = 4
 """Largest number of orders in which the best recomputation is judged."""
 OTHERS: Final = 2

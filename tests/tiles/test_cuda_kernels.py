@@ -17,6 +17,7 @@ from support.kernel_cases import PATTERNS, Maker, patterned_attention, patterned
 from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
+from tiles.kernels.cpu.loss import loss_scratch_nbytes
 from tiles.kernels.cuda import launch
 from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
@@ -251,6 +252,20 @@ def test_nan_is_kept(emulator: Emulator) -> None:
         kernel("attention_lse", "cuda")(*map(on_device, (s, peak, total, np.empty(1, np.uint8))), first=first)
         s[..., 1, :] = 0
         assert np.isnan(total).tolist() == [[[False, True]]]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("width", "masked"), [(11, slice(3, 4)), (16, slice(8, 16))])
+@pytest.mark.parametrize("first", [True, False])
+def test_masked_classes_have_no_weight(width: int, masked: slice, first: bool, emulator: Emulator) -> None:
+    """A bias of -inf excludes a class: sums of exponentials count the others, also if a thread reads masked ones alone."""
+    emulator.backwards = False
+    make = Maker(np.float32)
+    bias = make(width)
+    bias[masked] = -np.inf
+    args = [make(1, 3, 4), make(width, 4), bias, np.zeros((1, 3), np.int32), make(1, 3), make.positive(1, 3), make(1, 3)]
+    scratch = np.empty(max(loss_scratch_nbytes(3, width, 8), head_scratch_nbytes(3, width, 0)), np.uint8)
+    check("head_forward", [*args, scratch], {"num_c": 1, "v_start": 0, "vocab": width, "first": first, "how": Head(True)}, rtol=2e-5, atol=2e-5)
 
 
 def test_every_operation_has_a_kernel() -> None:

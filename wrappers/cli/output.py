@@ -123,10 +123,11 @@ class Doing(logging.Handler):
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)
+        self._level = self._logger.level
         self._logger.setLevel(logging.INFO)
         self._timer.start()
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         self._logger.removeHandler(self)
-        self._logger.setLevel(logging.NOTSET)
+        self._logger.setLevel(self._level)

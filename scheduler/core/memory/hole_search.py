@@ -62,7 +62,7 @@ class HoleSearch:
         self._ends = {offset + size: offset for offset, size in free}  # end -> start
         self._released: dict[int, Replica] = {}  # by offset
 
-    def in_push(self, sizes: Sequence[int], holes: Holes) -> bool:
+    def still_free(self, sizes: Sequence[int], holes: Holes) -> bool:
         """Return whether the holes of an earlier search would still be there if their victims, which may have been dropped, were released."""
         starts = self._node.starts
         for victim in holes.victims:

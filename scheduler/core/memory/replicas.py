@@ -11,7 +11,7 @@ Knows memory (`memory_node`), copies (`transfers`), the replica protocol (`coher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from ..errors import DoesNotFit, InvalidEvent
@@ -178,8 +178,12 @@ class Replicas:
             self.wanted.clear()
         self.wanted.update(handle for handle in handles if len(handle.replicas) == 1 and FILE in handle.replicas)
 
-    def plan_extents(self, node_id: NodeId, handles: Sequence[HandleRecord]) -> ExtentPlan | None:
-        """Return a plan for extents of the handles, in memory over clean replicas if there are no holes; None if they do not fit."""
+    def plan_extents(self, node_id: NodeId, handles: Sequence[HandleRecord], kept: Collection[Replica] = ()) -> ExtentPlan | None:
+        """Return a plan for extents of the handles, in memory over clean replicas if there are no holes; None if they do not fit.
+
+        Args:
+            kept: replicas that must stay.
+        """
         node, candidates = self.nodes[node_id], self.candidates[node_id]
         if node.fits(handles):
             return ExtentPlan(node_id, handles, None)
@@ -189,9 +193,9 @@ class Replicas:
         if not self.num_files and node_id == self.last:  # nothing can be dropped
             holes = candidates.plan_free(sizes)
         else:
-            holes = candidates.plan(sizes)
+            holes = candidates.plan(sizes, kept)
             if holes is None or not all(map(is_droppable, holes.victims)):
-                holes = candidates.plan_droppable(sizes, -inf)
+                holes = candidates.plan_droppable(sizes, -inf, kept)
         return None if holes is None else ExtentPlan(node_id, handles, holes)
 
     def take_extents(self, planned: ExtentPlan, actions: list[Action]) -> list[int]:
@@ -204,13 +208,14 @@ class Replicas:
             node.take_at(offset, handle.size, handle.data_class)
         return holes.offsets
 
-    def plan_backing(self, handles: Iterable[HandleRecord]) -> ExtentPlan | None:
+    def plan_backing(self, handles: Collection[HandleRecord]) -> ExtentPlan | None:
         """Return a plan for the backing replicas of handles on the last tier; None if they do not fit.
 
-        A replica read from a file becomes the backing replica, or may be dropped for it.
+        A replica there that was read from a file becomes the backing replica.
         """
         last = self.last
-        return self.plan_extents(last, [handle for handle in handles if last not in handle.replicas])
+        kept = [handle.replicas[last] for handle in handles if last in handle.replicas]
+        return self.plan_extents(last, [handle for handle in handles if last not in handle.replicas], kept)
 
     def reserve_backing(self, handles: Iterable[HandleRecord], planned: ExtentPlan, order: int, actions: list[Action]) -> None:
         """Reserve backing replicas for the task of that `order`, with the extents planned for those that need one."""

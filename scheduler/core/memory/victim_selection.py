@@ -66,7 +66,8 @@ class Candidates:
         tiny: size in bytes of the largest replica that counts as tiny.
         tiny_nbytes: bytes of all tiny replicas on the node.
         keep_dirty: whether write-backs have become impossible, so that dirty replicas must stay.
-        num_changes: number of replicas that were added or dropped so far. Until it changes, a plan that has failed would fail again.
+        num_changes: number of replicas that were added or dropped so far. Until it changes, a plan that has
+            failed is not tried again.
     """
 
     def __init__(self, node: MemoryNode, policy: EvictionPolicy) -> None:
@@ -251,7 +252,7 @@ class Candidates:
 
     def plan_free(self, sizes: Sequence[int]) -> Holes | None:
         """Return holes in free memory for extents of `sizes`, which were refused in another order; None if there are too few."""
-        return None if self.node.is_counted or self.node.is_storage else self._in_free_memory(sizes)  # of these, bytes alone decide
+        return None if self.node.is_counted else self._in_free_memory(sizes)  # there bytes alone decide
 
     def _in_free_memory(self, sizes: Sequence[int]) -> Holes | None:
         return HoleSearch(self.node).cheapest(sizes, list, self._cost, lambda size: None, adds_up=True)
@@ -262,7 +263,7 @@ class Candidates:
         left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
         if self.node.is_counted and self.node.used + sum(sizes) > self.node.budget + sum(victim.handle.size for victim in left):
             return False
-        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).in_push(sizes, holes)
+        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).still_free(sizes, holes)
 
     def clean_nbytes(self, enough: int) -> int:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""

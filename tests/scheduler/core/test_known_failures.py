@@ -359,6 +359,20 @@ def test_what_a_device_reads_makes_room_in_host_memory() -> None:
     driver.check()
 
 
+def test_a_replica_that_becomes_a_backing_replica_stays() -> None:
+    """A task writes data of a file that host memory has, and needs another backing replica there: the first one is no victim for the second."""
+    driver = FakeDriver((2, 8), [("cpu", RAM, 2), ("sim", SIM, 2)])
+    changed, other = driver.handle(1, "changed"), driver.handle(1, "other")
+    for handle in (changed, other):
+        driver.attach(handle)
+        driver.submit((handle, R), kinds=("cpu",))
+        driver.drain()
+    run = driver.submit((changed, RW), (driver.handle(1, "result"), W), kinds=("sim",))
+    driver.drain()
+    assert run.error is None
+    driver.check()
+
+
 @pytest.mark.parametrize("eviction", ["lru", "next-use"])
 def test_what_nobody_uses_any_more_goes_before_tiles_in_turn(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is. Tiles that replaced their like in turn, beside memory full of old data, moved in every round."""

@@ -1,6 +1,6 @@
 """Attention over pairs of tiles on a GPU, with scores in shared memory.
 
-bf16 tiles with heads of 64 and 128 features use tensor cores (`source/flash.cu`), all others plain arithmetic (`source/attention.cu`). The scratch,
+bf16 tiles with heads of 64 and 128 features use tensor cores (`source/flash.cuh`), all others plain arithmetic (`source/attention.cu`). The scratch,
 which is sized for the CPU, is used only for a bias: its value at each distance, and partial sums of its gradient.
 """
 

@@ -28,8 +28,8 @@ def default_directory() -> Path:
     return user_cache() / "cuda"
 
 
-_refused: dict[str, KernelBuildError] = {}
-"""Errors of sources that do not compile, by the key of their code: without them each of the tasks that still fail would take a compilation."""
+_refused: dict[str, str] = {}
+"""Messages of sources that do not compile, by the key of their code: without them each of the tasks that still fail would take a compilation."""
 
 
 def source_text(name: str) -> str:
@@ -84,11 +84,11 @@ def build(name: str, element: str, capability: int, directory: Path | None = Non
     with suppress(OSError):
         return path.read_bytes()
     if key in _refused:
-        raise _refused[key]
+        raise KernelBuildError(_refused[key])
     try:
         code = _compile(compiler, text, name, element, architecture, is_binary)
     except KernelBuildError as error:
-        _refused[key] = error
+        _refused[key] = str(error)
         raise
     replace_file(path, code)
     return code

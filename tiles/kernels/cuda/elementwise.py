@@ -176,7 +176,7 @@ def _column_sums(tiles: Sequence[tuple[DeviceArray, DeviceArray]], flags: Sequen
     widths = [dy.shape[-1] for dy, _ in tiles]
     pieces = [pieces_of(dy.size // width, width) for (dy, _), width in zip(tiles, widths, strict=True)]
     groups = [groups_of(width, dy) for (dy, _), width in zip(tiles, widths, strict=True)]
-    begins = accumulated([0, *(count * width for count, width in zip(pieces, widths, strict=True))])
+    begins = accumulated([0, *(count * width if count > 1 else 0 for count, width in zip(pieces, widths, strict=True))])
     rows = [(*pair, DeviceArray(device().partials.address + 4 * begin, (), _FLOAT)) for pair, begin in zip(tiles, begins, strict=False)]
     numbers = {"widths": widths, "accumulate": flags, "pieces": pieces, "wide": [is_wide for _, is_wide in groups]}
     blocks = [count * number for count, (number, _) in zip(pieces, groups, strict=True)]

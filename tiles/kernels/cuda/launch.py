@@ -192,10 +192,10 @@ class KernelSource:
         if blocks:
             self.start(kernel, element, *arguments, np.int64(count), grid=(blocks, 1, 1))
 
-    def by_row(self, kernel: str, x: DeviceArray, *arguments: Argument, numbers: int = 1) -> None:
-        """Start a kernel with a block for each row of `x` and `numbers` values of shared memory per thread."""
+    def by_row(self, kernel: str, x: DeviceArray, *arguments: Argument) -> None:
+        """Start a kernel with a block for each row of `x` and 4 bytes of shared memory per thread."""
         threads = threads_for(x.shape[-1])
-        self.start(kernel, x.dtype, *arguments, grid=(x.size // x.shape[-1], 1, 1), threads=threads, shared=4 * threads * numbers)
+        self.start(kernel, x.dtype, *arguments, grid=(x.size // x.shape[-1], 1, 1), threads=threads, shared=4 * threads)
 
 
 def blocks_for(count: int, per_thread: int = 1) -> int:

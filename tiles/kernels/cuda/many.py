@@ -26,7 +26,7 @@ _ENOUGH_BLOCKS: Final = 528
 _LEAST_ROWS: Final = 64
 """Smallest number of rows of a piece, so that partial sums are few compared with the array."""
 SUMS_NBYTES: Final = 4 * (_ENOUGH_BLOCKS + 1) * 128
-"""Upper bound of the bytes of partial sums of one array's columns: `pieces_of` pieces of `width` floats."""
+"""Upper bound of the bytes of partial sums of one array's columns: `pieces_of` pieces of `width` floats, if there are several pieces."""
 
 
 def table(*names: str, numbers: Sequence[str] = ()) -> np.dtype[Any]:

@@ -9,7 +9,7 @@
 
 #define LANES 8
 
-// The first row of a piece, and the first one behind the piece before
+// The first row of a piece, which is also one past the last row of the piece before
 __device__ inline int first_of_piece(int num_rows, int piece, int num_pieces) {
     return min(num_rows, piece * ((num_rows + num_pieces - 1) / num_pieces));
 }

@@ -115,7 +115,7 @@ __device__ inline float quotient(float a, float b) {
 #endif
 }
 
-// Whether all arrays begin at multiples of 16 bytes; an array that is missing does
+// Whether all arrays begin at multiples of 16 bytes; missing arrays are ignored
 template <class... U> __device__ inline bool are_aligned(const U *...x) { return (((u64)x | ...) & 15) == 0; }
 
 // out[i] = f(in[i]...) of `count` numbers, 16 bytes of T at a time where all arrays allow that. Arrays may be the same.

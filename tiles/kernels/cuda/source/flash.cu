@@ -3,6 +3,7 @@
 
 #include "common.cuh"
 #include "pair.cuh"
+#include "tensor_cores.cuh"
 #include "flash.cuh"
 
 FLASH(64_plain, 64, false, false, 3, 3)

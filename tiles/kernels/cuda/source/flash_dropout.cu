@@ -2,6 +2,7 @@
 
 #include "common.cuh"
 #include "pair.cuh"
+#include "tensor_cores.cuh"
 #include "flash.cuh"
 
 FLASH(64_dropout, 64, false, true, 2, 2)

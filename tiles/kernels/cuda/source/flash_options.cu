@@ -2,6 +2,7 @@
 
 #include "common.cuh"
 #include "pair.cuh"
+#include "tensor_cores.cuh"
 #include "flash.cuh"
 
 FLASH(64, 64, true, true, 2, 2)

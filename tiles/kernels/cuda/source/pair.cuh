@@ -33,7 +33,7 @@ __device__ inline int sees(Pair at, int b, int i, int j) {
     return !at.of_queries || same_document(at, b, i, j);
 }
 
-// The first key that a query sees, and the first one behind all that it sees, but for documents; and the same of keys and the queries that see them
+// The first key that a query sees, and one past the last key that it sees, without regard to documents; and the same of keys and the queries that see them
 __device__ inline int first_key(Pair at, int i) { return at.window ? max(0, at.q_start + i - at.window + 1 - at.k_start) : 0; }
 
 __device__ inline int end_of_keys(Pair at, int end) { return at.causal ? min(at.tk, at.q_start + end - at.k_start) : at.tk; }

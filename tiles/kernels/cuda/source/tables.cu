@@ -78,11 +78,11 @@ KERNEL add_logits(const float *logits, const int *targets, float *peak, float *t
     else
         add_to_statistics<1>(row, width, own, sum);
     float top = larger(block_max(own, buffer), before);
-    sum = block_sum(own != -INFINITE ? sum * expf(own - top) : sum, buffer);
+    sum = block_sum(own != -INFINITE ? sum * expf(own - top) : 0.0f, buffer);  // of -inf alone, `sum` is NaN
     if (threadIdx.x == 0) {
         int column = targets[blockIdx.x] - v_start;
         float chosen = first ? 0.0f : picked[blockIdx.x];
-        total[blockIdx.x] = (first ? 0.0f : total[blockIdx.x] * expf(before - top)) + sum;
+        total[blockIdx.x] = (before != -INFINITE ? total[blockIdx.x] * expf(before - top) : 0.0f) + sum;
         peak[blockIdx.x] = top;
         picked[blockIdx.x] = column >= 0 && column < width ? row[column] : chosen;
     }
