@@ -247,7 +247,7 @@ def test_temporaries_of_many_sizes_count_one_by_one_if_tiles_move() -> None:
 
 
 def test_fused_tasks_keep_the_forecast() -> None:
-    """Data leaves before the fused task of its next use, unless one fused task has both uses, and returns from a fused task of this replay or before."""
+    """Data leaves before the fused task of its next use, unless one fused task has both uses; it returns from a fused task of any replay."""
 
     def emit(runtime: CapturingRuntime, kept: list[Any]) -> None:
         for number in range(8):
