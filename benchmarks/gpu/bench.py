@@ -214,11 +214,11 @@ def beyond(work: Work, card: str) -> Row:
     """XL in memory and with a quarter of what the step needs."""
     config = gpt2("gpt2-xl")
     flags = f"{COARSE} --dtype=bf16 --batch=32 --minibatch=4 --minibatch-tile=4 --recompute=block"
-    whole = work.train(config, flags, 6)
+    whole = work.train(config, flags, 14)  # graphs are recorded until both instances of the step keep their addresses
     quarter = max(whole["peak_bytes"]["cuda:0"] // 4, 1 << 30)
-    tight = work.train(config, f"{flags} --gpu-memory={quarter}B", 6)
+    tight = work.train(config, f"{flags} --gpu-memory={quarter}B", 8)
     ratio = tight["tokens_per_second"] / whole["tokens_per_second"]
-    equal = tight["losses"] == whole["losses"]
+    equal = tight["losses"] == whole["losses"][: len(tight["losses"])]
     text = f"{ratio:.2f} of the rate in memory with {quarter / 1e9:.1f} GB, losses {'equal' if equal else 'differ'}"
     return {"measured": text, "met": ratio >= 0.8 and equal, "in_memory": _without_losses(whole), "tight": _without_losses(tight)}
 
