@@ -648,7 +648,7 @@ def test_a_refused_optimizer_leaves_the_module_its_weights() -> None:
 def test_budgets_that_are_too_small_are_refused_before_anything_runs(tmp_path: Path) -> None:
     """Bytes needed, bytes there, and what to change; the session goes on with a batch that fits."""
     module, batches = make("bert", 1)
-    with Session(module, ram="1200KB", lr=1e-3) as session:
+    with Session(module, ram="1100KB", lr=1e-3) as session:
         with pytest.raises(DoesNotFit, match=r"needs [\d,]+ B .*raise ram=, use more and smaller minibatches, or add disk=DIR") as error:
             session.step(**batches[0])
         assert error.value.shortage.node == "ram"
