@@ -209,10 +209,7 @@ class Replicas:
         return holes.offsets
 
     def plan_backing(self, handles: Collection[HandleRecord]) -> ExtentPlan | None:
-        """Return a plan for the backing replicas of handles on the last tier; None if they do not fit.
-
-        A replica there that was read from a file becomes the backing replica.
-        """
+        """Return a plan for the backing replicas of handles on the last tier, where replicas read from files become some; None if they do not fit."""
         last = self.last
         kept = [handle.replicas[last] for handle in handles if last in handle.replicas]
         return self.plan_extents(last, [handle for handle in handles if last not in handle.replicas], kept)
