@@ -236,7 +236,7 @@ class Dispatch:
     def refill(self, worker: Worker, actions: list[Action]) -> None:
         """Assign ready tasks to workers, starting with `worker`."""
         if worker is not self.host:
-            if len(worker.assigned) < 2:
+            if len(worker.assigned) < 2:  # one task at most is left: fill once, not after each task
                 self._fill(worker, actions)
             if len(self.joined) == 1:
                 return

@@ -61,6 +61,7 @@ def _ranks(positions: Sequence[int]) -> list[int]:
 
 
 Judge = Callable[[StepPlan], float]
+"""Seconds of a step in its planned order; infinite if it would not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class OrderedStep:
     Args:
         plan: the step in submission order.
         machine: machine that the step runs on.
-        structure: repetition of the step, if it is known.
+        structure: structure of the step, if it is known.
 
     Attributes:
         plan: the step in submission order, with the devices of its tasks if there are several.

@@ -141,8 +141,7 @@ class EvictionPolicy(Protocol):
     """The interface of an eviction policy.
 
     Attributes:
-        tolerance: maximum cost, relative to the cheapest candidates, at which a replica of exactly the wanted size or a contiguous hole is still
-            preferred.
+        tolerance: maximum cost, relative to the cheapest candidates, at which a replica of exactly the wanted size is still preferred.
         adds_up: whether prices are bytes to move, so that the prices of neighbours add up to the price of the hole they leave.
         foresees: whether the policy follows the planned order, so that it evicts the data that the forecast of that order evicts
             (`Foresight.leaves`).
@@ -153,7 +152,8 @@ class EvictionPolicy(Protocol):
     foresees: bool
 
     def key(self, replica: Replica) -> float:
-        """Return the key of a replica; replicas with larger keys are evicted first. The key does not change until the replica is used again."""
+        """Return the key of a replica; replicas with larger keys are evicted first. A candidate whose key has changed is entered anew when it is
+        chosen."""
 
     def price(self, key: float, *, dirty: bool) -> float:
         """Return the cost of dropping a replica now; the cheaper of the best clean and the best dirty replica goes."""

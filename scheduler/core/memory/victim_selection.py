@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -195,18 +196,12 @@ class Candidates:
             clean_later_than: next use after which clean candidates may go; None if all may, and dirty ones, too.
         """
         number = FEW
-        holes = self._cheapest_of(number, sizes, of_size, clean_later_than)
-        while holes is None and number < len(self._entries):
+        while True:
+            spans = partial(self._spans, number, clean_later_than)
+            holes = HoleSearch(self.node).cheapest(sizes, spans, self._cost, of_size, adds_up=self.policy.adds_up)
+            if holes is not None or number >= len(self._entries):
+                return holes
             number *= MORE
-            holes = self._cheapest_of(number, sizes, of_size, clean_later_than)
-        return holes
-
-    def _cheapest_of(
-        self, number: int, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None
-    ) -> Holes | None:
-        """Return the cheapest holes over the first `number` candidates of each queue."""
-        search = HoleSearch(self.node)
-        return search.cheapest(sizes, lambda: self._spans(number, clean_later_than), self._cost, of_size, adds_up=self.policy.adds_up)
 
     def _spans(self, number: int, clean_later_than: float | None) -> list[Span]:
         """Return the entries of the first `number` candidates of each queue that may go."""
@@ -252,7 +247,12 @@ class Candidates:
 
     def plan_free(self, sizes: Sequence[int]) -> Holes | None:
         """Return holes in free memory for extents of `sizes`, which were refused in another order; None if there are too few."""
-        return None if self.node.is_counted else self._in_free_memory(sizes)  # there bytes alone decide
+        return self._in_free_memory(sizes) if self._has_bytes(sizes, ()) else None
+
+    def _has_bytes(self, sizes: Sequence[int], victims: Sequence[Replica]) -> bool:
+        """Whether a node on which only bytes are counted has enough of them without these replicas; True for other nodes, where addresses decide."""
+        node = self.node
+        return not node.is_counted or node.used + sum(sizes) <= node.budget + sum(victim.handle.size for victim in victims)
 
     def _in_free_memory(self, sizes: Sequence[int]) -> Holes | None:
         return HoleSearch(self.node).cheapest(sizes, list, self._cost, lambda size: None, adds_up=True)
@@ -261,9 +261,11 @@ class Candidates:
         """Return whether the holes of an earlier plan can be had now by dropping those of their victims that are left."""
         starts = self.node.starts
         left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
-        if self.node.is_counted and self.node.used + sum(sizes) > self.node.budget + sum(victim.handle.size for victim in left):
-            return False
-        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).still_free(sizes, holes)
+        return (
+            self._has_bytes(sizes, left)
+            and all(is_droppable(victim) and not victim.is_backing for victim in left)
+            and HoleSearch(self.node).still_free(sizes, holes)
+        )
 
     def clean_nbytes(self, enough: int) -> int:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
