@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from math import inf
 from typing import Final
 
@@ -188,20 +187,20 @@ class Candidates:
         (key, *_, dirty), _ = self._entries[replica]
         return dirty != is_dirty(replica) or self.policy.key(replica) != key
 
-    def _cheapest(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
-        """Return the cheapest holes over the first candidates of each queue; more are examined if they do not suffice.
+    def _cheapest(
+        self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None, number: int = FEW
+    ) -> Holes | None:
+        """Return the cheapest holes over the first `number` candidates of each queue; more are examined if they do not suffice.
 
         Args:
             of_size: argument of `HoleSearch.cheapest`.
             clean_later_than: next use after which clean candidates may go; None if all may, and dirty ones, too.
         """
-        number = FEW
-        while True:
-            spans = partial(self._spans, number, clean_later_than)
-            holes = HoleSearch(self.node).cheapest(sizes, spans, self._cost, of_size, adds_up=self.policy.adds_up)
-            if holes is not None or number >= len(self._entries):
-                return holes
-            number *= MORE
+        search = HoleSearch(self.node)
+        holes = search.cheapest(sizes, lambda: self._spans(number, clean_later_than), self._cost, of_size, adds_up=self.policy.adds_up)
+        if holes is not None or number >= len(self._entries):
+            return holes
+        return self._cheapest(sizes, of_size, clean_later_than, MORE * number)
 
     def _spans(self, number: int, clean_later_than: float | None) -> list[Span]:
         """Return the entries of the first `number` candidates of each queue that may go."""
