@@ -92,7 +92,7 @@ CASES: Final = (
             f"--loss-reduction=sum --save-checkpoint=end.safetensors --save-optimizer=moments.safetensors {HERE}",
         ),
     ),
-    Case("sgd", (f"{TRAIN} {SMALL} {RAM} --steps=4 --optimizer=sgd --momentum=0.9 --schedule=linear --check-finite {HERE}",)),
+    Case("sgd", (f"{TRAIN} {SMALL} {RAM} --steps=4 --optimizer=sgd:0.9 --schedule=linear --check-finite {HERE}",)),
     Case("from a transformers directory", (f"{START} {RAM} --steps=3 {HERE}", "export run out --dtype=bf16 --shard-size=20KB")),
     Case("from a transformers directory, little memory", (f"{START} --ram=400KiB --disk=tier:8MiB --steps=3 {HERE}",), allowance=0.3),
     Case(

@@ -54,7 +54,7 @@ VARIABLES: Final = (
         "directory for tokenizers and tokenised text (default: nntask in XDG_CACHE_HOME or ~/.cache); "
         "performance models and compiled GPU kernels are always in the default directory",
     ),
-    Variable("NNTASK_WATCHDOG", "", "seconds without an ended task after which a run reports once which tasks run, which wait, and why"),
+    Variable("NNTASK_WATCHDOG", "watchdog", "seconds without an ended task after which a report says once which tasks run, which wait, and why"),
     Variable("NNTASK_API_KEY", "", "key that requests to nntask serve must send; --api-key-file names a file with the key instead"),
     Variable("NNTASK_ONEDNN", "", "path of oneDNN 3 (libdnnl.so.3), or off (default: found automatically)"),
 )

@@ -36,6 +36,7 @@ def request_of(resources: ResourceSettings, *, has_disk: bool = True) -> Machine
         evict=resources.evict,
         prefetch=resources.prefetch,
         graphs=resources.graphs,
+        watchdog=resources.watchdog,
         update_on=resources.update_on,
     )
 

@@ -16,7 +16,6 @@ from ..errors import DataError
 from .old_settings import OLD_SETTINGS, translated
 
 T = TypeVar("T")
-
 Period = int  # number of steps; 0 means never
 
 
@@ -118,7 +117,7 @@ class OptimizerSettings:
     lora_dropout: float = 0.0
     """dropout probability of the inputs of LoRA adapters"""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """optimization algorithm, with the update rules of torch.optim"""
+    """optimization algorithm, with the update rules of torch.optim; sgd:MOMENTUM sets a momentum, e.g. sgd:0.9 (default momentum: 0)"""
     lr: float | None = None
     """peak learning rate (default: 1e-3 for tiny and llama-tiny, else 3e-4)"""
     weight_decay: float = 0.0
@@ -209,6 +208,8 @@ class MachineSettings:
     """which data leave a full memory: next-use (needed last), lru (least recently used), or fifo (oldest)"""
     prefetch: bool = True
     """copy data to a memory before tasks need them there; --no-prefetch copies on demand"""
+    watchdog: float | None = None
+    """seconds without an ended task after which a report says once which tasks run, which wait, and why (default: no report)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +273,8 @@ LOCKED: Final = ("model", "tiling", "data", "optimizer")
 EXPERT: Final = frozenset(
     (
         *("attention", "minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile", "auto_tile", "target_len", "lora_dropout"),
-        *("optimizer_eps", "beta1", "momentum", "warmup_start_lr", "prompt", "check_finite", "graphs", "sched", "evict", "prefetch", "order"),
-        *("update_on", "nodes", "transport", "trace_steps", "explain"),
+        *("optimizer_eps", "beta1", "warmup_start_lr", "prompt", "check_finite", "graphs", "sched", "evict", "prefetch", "order", "update_on"),
+        *("nodes", "transport", "trace_steps", "explain", "watchdog"),
     )
 )
 """Settings whose flags only ``--help-all`` shows."""
@@ -305,10 +306,10 @@ SUFFIXES: Final[Mapping[str, Suffix]] = {
     "link_bandwidth": Suffix("transport", "@", "RATE", "dask", without=("nccl",)),
     "trace": Suffix("trace_steps", "@", "FILE", "all"),
     "tile_table": Suffix("auto_tile", "@", "FILE", "table"),
+    "momentum": Suffix("optimizer", ":", "MOMENTUM", "sgd", without=("adamw", "adam")),
     "mask_probability": Suffix("objective", ":", "SHARE", "masked", "with a model such as bert-tiny, or drop it", ("causal", "classify")),
 }
 """Settings without a flag of their own."""
-
 
 _NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
 """Names and places, which may differ; their contents are compared by the model's config and the fingerprint of the data."""
@@ -336,9 +337,8 @@ def typed(group: Any, name: str) -> str:
     """Return the value of a setting as its flag takes it, with the settings in `SUFFIXES` that belong to it and are not the default."""
     defaults = {f.name: f.default for f in fields(group)}
     inner = [other for other, suffix in SUFFIXES.items() if suffix.flag == name and getattr(group, other) != defaults[other]]
-    suffixes = [f"{SUFFIXES[other].separator}{getattr(group, other)}" for other in inner]
     value = getattr(group, name)
-    return "".join(["" if value is None else str(value), *suffixes])
+    return "".join(["" if value is None else str(value), *(f"{SUFFIXES[other].separator}{getattr(group, other)}" for other in inner)])
 
 
 def flag_of(name: str) -> str:

@@ -130,6 +130,8 @@ def check_values(settings: TrainSettings) -> None:
             f"got {resources.order!r}; use --order auto",
             flag="--order",
         )
+    if resources.watchdog is not None and not 0.0 < resources.watchdog < float("inf"):
+        raise UsageError(f"must be a positive number of seconds, got {resources.watchdog:g}; for example 60", flag="--watchdog")
     _check_recompute(resources.recompute)
     trace_range(settings.observe.trace_steps)
 
@@ -190,8 +192,8 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError("computes in bf16, got {0}; add --dtype bf16, or use --attention flash", flag="--attention", value="cudnn", others=others)
     if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
         raise UsageError(
-            f"belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1",
-            flag="--momentum",
+            f"belongs to sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1",
+            flag=flag_of("momentum"),
             value=settings.optimizer.momentum,
         )
     if settings.optimizer.warmup_start_lr is not None and settings.optimizer.warmup_steps == 0:

@@ -70,7 +70,7 @@ class MachineRequest:
         device: budget of each GPU or simulated device; None for the default.
         ram: budget of host memory.
         disk: disk tier; None without one.
-        sched, evict, prefetch, graphs: options of the runtime's scheduler, values of the flags of these names.
+        sched, evict, prefetch, graphs, watchdog: options of the runtime's scheduler, values of the flags of these names.
         update_on: workers that update the weights.
     """
 
@@ -87,4 +87,5 @@ class MachineRequest:
     evict: str
     prefetch: bool
     graphs: bool
+    watchdog: float | None
     update_on: Literal["device", "cpu", "auto"]

@@ -35,6 +35,7 @@ class Scheduling:
     evict: str
     prefetch: bool
     graphs: bool
+    watchdog: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ def requested_devices(request: MachineRequest, dtype: str, *, checks: bool = Tru
         gpus=gpus,
         num_simulated=request.num_simulated,
         link_rate=request.link_rate,
-        scheduling=Scheduling(policy_of(request.sched, request.num_simulated or len(gpus.devices)), request.evict, request.prefetch, request.graphs),
+        scheduling=Scheduling(
+            policy_of(request.sched, request.num_simulated or len(gpus.devices)), request.evict, request.prefetch, request.graphs, request.watchdog
+        ),
         ram=request.ram,
         device=_device_budget(request, gpus),
         disk=request.disk,

@@ -54,11 +54,11 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
         StorageError: the directory of the disk tier cannot be used.
         UsageError: `NNTASK_WATCHDOG` is no positive number.
     """
+    plan, disk, how = machine.gpus, machine.disk, machine.scheduling
     try:
-        watchdog_seconds(os.environ)
+        watchdog = watchdog_seconds(os.environ) if how.watchdog is None else how.watchdog
     except ValueError as error:
         raise UsageError(str(error)) from error
-    plan, disk, how = machine.gpus, machine.disk, machine.scheduling
     if plan.why_none:
         print(f"nntask: {plan.why_none}", file=sys.stderr)
     with ExitStack() as unused:
@@ -79,6 +79,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
                 lanes=lanes,
                 trace=trace,
                 graphs=how.graphs,
+                watchdog=watchdog,
                 kernels=kernel_versions(),
                 aside=machine.aside,
             )

@@ -22,7 +22,7 @@ from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
-from ..drivers.disk import THREADS, Source, staging_nbytes
+from ..drivers.disk import Source, staging_nbytes
 from ..drivers.gpu import Gpu
 from ..execution.acquisition import acquired
 from ..execution.backlog import WINDOW
@@ -33,7 +33,6 @@ from ..fusion.fused_tasks import ScratchView
 from ..planning.bounds import lower_bounds
 from ..planning.machine_pace import reach_of
 from ..planning.recompute import NONE
-from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
 from .placement import Ability, find_ability, too_large
@@ -62,6 +61,8 @@ class Runtime(RecordingRuntime):
         trace: records the start and end of tasks and copies; None for no tracing.
         graphs: whether neighbouring GPU tasks of a recorded step are fused (`fusion.task_fusion`).
         kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
+        watchdog: seconds without an ended task after which a report says once which tasks run, which wait, and why; None for the value of the
+            environment variable NNTASK_WATCHDOG, if it is set.
         aside: whether CPU workers run only codelets that devices may not (`Codelet.cpu_only`); tasks of a step then do not run in host memory.
 
     Attributes:
@@ -91,6 +92,7 @@ class Runtime(RecordingRuntime):
         trace: Trace | None = None,
         graphs: bool = True,
         kernels: Mapping[str, str] | None = None,
+        watchdog: float | None = None,
         aside: bool = False,
     ) -> None:
         super().__init__(lanes)
@@ -100,9 +102,7 @@ class Runtime(RecordingRuntime):
         _check_policies(sched, evict)
         _check_budgets({"ram": ram, "gpu_memory": gpu_memory, "disk": size}, has_gpus=bool(gpus))
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
-        ram -= staging_nbytes(len(gpus), has_tier=directory is not None)
-        if ram <= 0:
-            raise _staging_does_not_fit(ram)
+        ram = _without_staging(ram, staging_nbytes(len(gpus), has_tier=directory is not None))
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
         self._graphs = graphs and self.has_gpus
@@ -120,6 +120,7 @@ class Runtime(RecordingRuntime):
             prefetch=prefetch,
             trace=trace,
             kernels=kernels or {},
+            watchdog=watchdog,
         )
         self.inbox = self._executor.inbox
         self._abilities: dict[tuple[bool, bool, bool, WorkerId | None], Ability] = {}
@@ -369,8 +370,13 @@ def _check_budgets(budgets: Mapping[str, int | None], *, has_gpus: bool) -> None
         raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
 
 
-def _staging_does_not_fit(rest: int) -> DoesNotFit:
-    """Return the error for a budget of host memory of which staging leaves `rest` bytes, at most 0."""
-    staging = THREADS * STAGE_NBYTES
-    fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {rest + staging:,} B"
-    return DoesNotFit(Shortage("full", "ram", staging, rest + staging), fact, "raise it")
+def _without_staging(ram: int, staging: int) -> int:
+    """Return the budget of host memory without its buffers between the disk and GPUs.
+
+    Raises:
+        DoesNotFit: nothing remains.
+    """
+    if ram > staging:
+        return ram - staging
+    fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {ram:,} B"
+    raise DoesNotFit(Shortage("full", "ram", staging, ram), fact, "raise it")

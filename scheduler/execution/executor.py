@@ -92,6 +92,7 @@ class Executor(TaskReports):
         prefetch: bool,
         trace: Trace | None,
         kernels: Mapping[str, str],
+        watchdog: float | None,
     ) -> None:
         self.trace = trace
         self.watch = Watch()
@@ -113,7 +114,7 @@ class Executor(TaskReports):
         self.failures = Failures()
         self._lock = threading.Lock()
         self.holds = Holds()
-        self.pool = WorkerPool(self, budgets, None if disk is None else disk[0], gpus)
+        self.pool = WorkerPool(self, budgets, None if disk is None else disk[0], gpus, watchdog)
         self._backlog = Backlog(self.machine, self._lock, self.waiters)
         self._num_tasks = 0
         self._started = perf_counter()

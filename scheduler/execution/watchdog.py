@@ -1,4 +1,4 @@
-"""The watchdog: a report on standard error if no task ends for a while. A runtime has one only if the environment asks for it."""
+"""The watchdog: a report on standard error if no task ends for a while. A runtime has one only if it is asked for."""
 
 from __future__ import annotations
 

@@ -55,17 +55,20 @@ class WorkerPool:
         budgets: (name, bytes) of each memory node except the disk, host memory first.
         tier: the disk tier; None for none.
         gpus: the GPUs, to which the last entries of `budgets` belong.
+        watchdog: seconds without an ended task after which a standstill is reported; None for the value of the environment variable, if it is set.
 
     Attributes:
         arenas: memory of each node except the disk.
         workers: threads that compute.
 
     Raises:
-        ValueError: the environment asks for a watchdog of no time.
+        ValueError: the environment variable is not a positive number.
     """
 
-    def __init__(self, executor: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu]) -> None:
-        patience = watchdog_seconds(os.environ)
+    def __init__(
+        self, executor: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu], watchdog: float | None
+    ) -> None:
+        patience = watchdog_seconds(os.environ) if watchdog is None else watchdog
         self._watchdog = None if patience is None else Watchdog(executor, patience)
         self.gpus = list(gpus)
         num_host = len(budgets) - len(gpus)

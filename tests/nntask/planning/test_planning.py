@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -518,3 +519,5 @@ def test_a_watchdog_without_a_time_is_the_mistake_of_a_user(monkeypatch: pytest.
     monkeypatch.setenv("NNTASK_WATCHDOG", "soon")
     with pytest.raises(UsageError, match="NNTASK_WATCHDOG must be a positive number of seconds, got 'soon'"):
         open_runtime(machine_of(settings(sim_gpu=2, gpu_memory="8MiB", ram="16MiB").resources))
+    with open_runtime(machine_of(settings(ncpu=1, ram="16MiB", watchdog=3600.0).resources)):
+        assert [thread.name for thread in threading.enumerate()].count("nntask watchdog") == 1

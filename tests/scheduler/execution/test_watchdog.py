@@ -1,4 +1,4 @@
-"""The watchdog reports a standstill once, names what runs and what waits for what, and exists only if the environment asks for it."""
+"""The watchdog reports a standstill once, names what runs and what waits for what, and exists only if it is asked for."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_program_is_told_what_it_waits_for(kit, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_thread_watches_unasked(kit, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """Without the variable there is no watchdog; with it, the thread ends with the runtime."""
+    """Without a request there is no watchdog; with one, the thread ends with the runtime. The program's number overrides the variable's."""
 
     def watchdogs() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "nntask watchdog"]
@@ -136,6 +136,10 @@ def test_no_thread_watches_unasked(kit, monkeypatch: pytest.MonkeyPatch) -> None
         assert not watchdogs()
     monkeypatch.setenv("NNTASK_WATCHDOG", "3600")
     with Runtime(cpu_workers=1, ram=1 << 20):
+        assert len(watchdogs()) == 1
+    assert not watchdogs()
+    monkeypatch.setenv("NNTASK_WATCHDOG", "soon")
+    with Runtime(cpu_workers=1, ram=1 << 20, watchdog=3600.0):
         assert len(watchdogs()) == 1
     assert not watchdogs()
 
