@@ -59,10 +59,10 @@ class FrozenBase:
         files = values.get("files") if isinstance(values, dict) else None
         if not isinstance(values, dict) or values.get("kind") not in _KINDS or not isinstance(values.get("path"), str):
             raise DataError(
-                f"base in {source} must say a kind, one of {', '.join(_KINDS)}, and a path, got {str(values)[:80]}; use another checkpoint"
+                f"base in {source} must say a kind, one of {', '.join(_KINDS)}, and a path, got {str(values)[:80]}", "use another checkpoint"
             )
         if values["kind"] != "seed" and not (isinstance(files, dict) and all(isinstance(each, str) for each in files.values())):
-            raise DataError(f"base.files in {source} must have the fingerprint of each file, got {str(files)[:80]}; use another checkpoint")
+            raise DataError(f"base.files in {source} must have the fingerprint of each file, got {str(files)[:80]}", "use another checkpoint")
         return cls(values["kind"], values["path"], files)
 
     def with_fingerprints(self) -> FrozenBase:
@@ -99,13 +99,14 @@ class FrozenBase:
             if not file.is_file():
                 link = file if folder.exists() else folder  # ln -s onto a directory that exists would put the link inside it
                 raise DataError(
-                    f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where "
-                    f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}"
+                    f"{owner} holds adapters for the weights in {file}, which is not there",
+                    f"move them back, or make a link to where "
+                    f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}",
                 )
             if (present := self._fingerprint(file)) != written:
                 raise DataError(
-                    f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {present} now; "
-                    "adapters only fit the weights that they were trained with, so restore the old file"
+                    f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {present} now",
+                    "adapters only fit the weights that they were trained with, so restore the old file",
                 )
 
     def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Stored]] | None:

@@ -58,7 +58,8 @@ class LoRA:
         if self.rank < 1 or not 0 < self.alpha < inf or not 0 <= self.dropout < 1:
             raise UsageError(
                 "a LoRA's rank must be at least 1, its alpha above 0 and its dropout at least 0 and below 1, "
-                f"got {self.rank}, {self.alpha:g} and {self.dropout:g}; for example 8, 16 and 0"
+                f"got {self.rank}, {self.alpha:g} and {self.dropout:g}",
+                "for example 8, 16 and 0",
             )
 
     @property
@@ -100,12 +101,12 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
     """
     limit = largest_rank(model.config)
     if lora.rank > limit:
-        raise UsageError(f"a LoRA's rank must be at most {limit}, the smallest width of a matrix that it adapts, got {lora.rank}; lower it")
+        raise UsageError(f"a LoRA's rank must be at most {limit}, the smallest width of a matrix that it adapts, got {lora.rank}", "lower it")
     if any(layer.lora is not None for layer in _adaptable(model).values()):
-        raise UsageError("a model can have only one set of adapters, and this one has some; build a new model for others")
+        raise UsageError("a model can have only one set of adapters, and this one has some", "build a new model for others")
     groups = adapted(model)
     if lora.dropout and len(groups) > SITES // 2:
-        raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}; set its dropout to 0")
+        raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}", "set its dropout to 0")
     for name, parameter in model.named_parameters().items():
         if not _is_trained_whole(model, name):
             parameter.freeze()

@@ -62,7 +62,7 @@ def config_values(path: str | os.PathLike[str], advice: str = "check --config-pa
 def check_object(values: object, source: str, key: str) -> None:
     """Check that `values` is a JSON object; the error names `key` as an example of its keys."""
     if not isinstance(values, Mapping):
-        raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}; write {{...}}")
+        raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}", "write {...}")
 
 
 def check_count(key: str, value: object, source: str, usual: int, most: int = LARGEST_COUNT) -> None:
@@ -81,29 +81,29 @@ def check_count(key: str, value: object, source: str, usual: int, most: int = LA
         except (TypeError, ValueError, OverflowError):
             near = 0
         near = near if 0 < near <= most and type(value) is not bool else usual
-        raise UsageError(f'{key} in {source} must be a whole number, got {shown(value)}; write for example "{key}": {near}')
+        raise UsageError(f"{key} in {source} must be a whole number, got {shown(value)}", f'write for example "{key}": {near}')
     if value < 1:
-        raise UsageError(f"{key} in {source} must be at least 1, got {_short(value)}; the nearest legal value is 1")
+        raise UsageError(f"{key} in {source} must be at least 1, got {_short(value)}", "the nearest legal value is 1")
     if value > most:
-        raise UsageError(f"{key} in {source} must be at most {most}, got {_short(value)}; the nearest legal value is {most}")
+        raise UsageError(f"{key} in {source} must be at most {most}, got {_short(value)}", f"the nearest legal value is {most}")
 
 
 def check_positive(key: str, value: object, source: str, usual: float) -> None:
     """Check that `value` is a finite number above 0; the error suggests `usual`."""
     number = _number(key, value, source, usual)
     if not 0 < number < float("inf"):
-        raise UsageError(f'{key} in {source} must be positive and finite, got {_short(value)}; write for example "{key}": {usual}')
+        raise UsageError(f"{key} in {source} must be positive and finite, got {_short(value)}", f'write for example "{key}": {usual}')
 
 
 def check_probability(key: str, value: object, source: str) -> None:
     """Check that `value` is a number in [0, 1)."""
     if not 0 <= _number(key, value, source, 0.1) < 1:
-        raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}; write 0 for no dropout")
+        raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}", "write 0 for no dropout")
 
 
 def _number(key: str, value: object, source: str, usual: float) -> float:
     if type(value) not in (int, float):
-        raise UsageError(f'{key} in {source} must be a number, got {shown(value)}; write for example "{key}": {usual}')
+        raise UsageError(f"{key} in {source} must be a number, got {shown(value)}", f'write for example "{key}": {usual}')
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -113,13 +113,13 @@ def _number(key: str, value: object, source: str, usual: float) -> float:
 def check_switch(key: str, value: object, source: str) -> None:
     """Check that `value` is true or false."""
     if type(value) is not bool:
-        raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}; write true or false without quotes")
+        raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}", "write true or false without quotes")
 
 
 def check_choice(key: str, value: object, source: str, names: Collection[str]) -> None:
     """Check that `value` is one of the strings `names`."""
     if type(value) is not str or value not in names:
-        raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}; choose one of them")
+        raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}", "choose one of them")
 
 
 def check_num_weights(asked: int, held: int, source: object, files: str, advice: str) -> None:
@@ -136,7 +136,7 @@ def check_num_weights(asked: int, held: int, source: object, files: str, advice:
         DataError: the config needs far more.
     """
     if asked > 2 * held:
-        raise DataError(f"{source} asks for {asked:,} weights, and {files} {held:,}; {advice}")
+        raise DataError(f"{source} asks for {asked:,} weights, and {files} {held:,}", f"{advice}")
 
 
 def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:
@@ -145,7 +145,7 @@ def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> 
         halves = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
         near = min((*halves, *(value // n for n in halves)), key=lambda n: (abs(n - by), n))
         raise UsageError(
-            f"{key} in {source} must be divisible by {by_key}, got {key} {value} and {by_key} {by}; the nearest legal {by_key} is {near}"
+            f"{key} in {source} must be divisible by {by_key}, got {key} {value} and {by_key} {by}", f"the nearest legal {by_key} is {near}"
         )
 
 
@@ -223,7 +223,7 @@ def token(default: int | None) -> Any:
 
     def check(key: str, value: Any, source: str) -> None:
         if type(value) is not int or value < 0:
-            raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}; write for example 0")
+            raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}", "write for example 0")
 
     return _field(check, default, or_null=True, is_token=True)
 
@@ -233,6 +233,6 @@ def layer_kinds(kinds: Collection[str]) -> Any:
 
     def check(key: str, value: Any, source: str) -> None:
         if not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value):
-            raise UsageError(f"{key} in {source} must be a list of {' and '.join(kinds)}, one for every layer, got {shown(value)}; correct it")
+            raise UsageError(f"{key} in {source} must be a list of {' and '.join(kinds)}, one for every layer, got {shown(value)}", "correct it")
 
     return _field(check, None, convert=tuple)

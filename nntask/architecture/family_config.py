@@ -81,12 +81,15 @@ class ModelConfig:
         for key in (f.name for f in fields(cls) if f.metadata.get("is_token")):
             if together[key] is not None and together[key] >= together["vocab_size"]:
                 most = together["vocab_size"] - 1
-                raise UsageError(f"{key} in {source} must be below vocab_size = {most + 1}, got {together[key]}; the nearest legal value is {most}")
+                raise UsageError(
+                    f"{key} in {source} must be below vocab_size = {most + 1}, got {together[key]}", f"the nearest legal value is {most}"
+                )
         for key in cls.kinds_keys:
             if together[key] is not None and len(together[key]) != together[cls.layers_key]:
                 raise UsageError(
                     f"{key} in {source} must have one kind for each of {cls.layers_key} = {together[cls.layers_key]} blocks, "
-                    f"got {len(together[key])}; correct one of them"
+                    f"got {len(together[key])}",
+                    "correct one of them",
                 )
         cls.check_together(together, source)
 
@@ -135,14 +138,14 @@ class ModelConfig:
         model_type = values.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise UsageError(
-                f'model_type in {source} must be "{cls.model_type}", got {json.dumps(model_type)}; use the config of {_article(cls.title)}'
+                f'model_type in {source} must be "{cls.model_type}", got {json.dumps(model_type)}', f"use the config of {_article(cls.title)}"
             )
         rules = cls.rules()
         check_foreign(rules, values, source)
         required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         known = cls.read(renamed(rules, values, source), source)
         if missing := [key for key in required if key not in known]:
-            raise UsageError(f"{source} lacks {', '.join(missing)}; {_article(cls.title)} config needs {', '.join(required)}")
+            raise UsageError(f"{source} lacks {', '.join(missing)}", f"{_article(cls.title)} config needs {', '.join(required)}")
         cls._check(known, source)
         return cls(**known)
 

@@ -51,7 +51,7 @@ class Only:
             UsageError: the value is none of `values`.
         """
         if not any(type(value) is type(legal) and value == legal for legal in self.values):
-            raise UsageError(f"{key} in {source} must be {shown(self.values[0])}, got {shown(value)}; {self.advice}")
+            raise UsageError(f"{key} in {source} must be {shown(self.values[0])}, got {shown(value)}", f"{self.advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,5 +152,5 @@ def renamed(rules: Rules, values: Mapping[str, Any], source: str) -> Mapping[str
         if not isinstance(rule, Alias) or value is None:
             continue
         if (other := by_field.setdefault(rule.field, value)) != value:
-            raise UsageError(f"{source} has {rule.field} twice, {shown(value)} in {key} and {shown(other)} in {rule.field}; remove the wrong one")
+            raise UsageError(f"{source} has {rule.field} twice, {shown(value)} in {key} and {shown(other)} in {rule.field}", "remove the wrong one")
     return by_field

@@ -65,7 +65,8 @@ class Joined:
         wanted = f"{queries + 2 * keys}" if self.by_groups else f"a multiple of {divisor}"
         if array.shape[axis] != queries + 2 * keys if self.by_groups else array.shape[axis] % divisor:
             raise DataError(
-                f"{name} must hold {', '.join(self.members)} along axis {axis}, {wanted}, got shape {array.shape}; use the config it was trained with"
+                f"{name} must hold {', '.join(self.members)} along axis {axis}, {wanted}, got shape {array.shape}",
+                "use the config it was trained with",
             )
         if not self.by_head:
             return np.split(array, [queries, queries + keys] if self.by_groups else count, axis=axis)
@@ -154,7 +155,7 @@ class Names:
             for member, piece in zip(join.members, join.pieces_of(array, theirs, config), strict=True):
                 arrays[f"{path.rpartition('.')[0]}.{member}.{kind}"] = piece
         if has_head and not config.ties_head and _HEAD not in arrays:
-            raise DataError(f"the weights lack {self.head}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
+            raise DataError(f"the weights lack {self.head}, which an untied head needs", "set tie_word_embeddings to true or use whole weights")
         return arrays
 
     def today(self, name: str) -> str:

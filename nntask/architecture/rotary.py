@@ -231,7 +231,7 @@ def _agreed(what: str, by_key: Mapping[str, Any], source: str) -> Any:
     for key, other in by_key.items():
         if other != value:
             raise UsageError(
-                f"{source} has {what} twice, {shown(value)} in {next(iter(by_key))} and {shown(other)} in {key}; remove the one that is wrong"
+                f"{source} has {what} twice, {shown(value)} in {next(iter(by_key))} and {shown(other)} in {key}", "remove the one that is wrong"
             )
     return value
 
@@ -255,10 +255,10 @@ def scaling_of(values: object, longest: int, source: str) -> RopeScaling | None:
     kind = values.get("rope_type", values.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UsageError(
-            f"rope_type in {where} must be one of {', '.join(ROPE_TYPES)}, got {shown(kind)}; use a version of the model for shorter texts"
+            f"rope_type in {where} must be one of {', '.join(ROPE_TYPES)}, got {shown(kind)}", "use a version of the model for shorter texts"
         )
     if values.get("partial_rotary_factor") not in (None, 1):
-        raise UsageError(f"partial_rotary_factor in {where} must be 1, got {shown(values['partial_rotary_factor'])}; use a config without it")
+        raise UsageError(f"partial_rotary_factor in {where} must be 1, got {shown(values['partial_rotary_factor'])}", "use a config without it")
     return None if kind == "default" else _checked(kind, values, longest, where)
 
 
@@ -266,7 +266,7 @@ def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> 
     """Return the scaling of a kind with its defaults, after a check of its values."""
     needed = _NEEDED[kind]
     if missing := [key for key in needed if key not in values]:
-        raise UsageError(f"{where} lacks {', '.join(missing)}; rope_type {kind} needs {', '.join(needed)}")
+        raise UsageError(f"{where} lacks {', '.join(missing)}", f"rope_type {kind} needs {', '.join(needed)}")
     given = {key: values[key] for key in needed} | {key: values[key] for key in _OPTIONAL.get(kind, ()) if values.get(key) is not None}
     if kind in _OPTIONAL:
         given.setdefault(_ORIGINAL, longest)
@@ -284,11 +284,11 @@ def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> 
             check_positive(key, value, where, _EXAMPLES[key])
             given[key] = float(value)
     if given["factor"] < 1:
-        raise UsageError(f"factor in {where} must be at least 1, got {given['factor']:g}; the nearest legal value is 1")
+        raise UsageError(f"factor in {where} must be at least 1, got {given['factor']:g}", "the nearest legal value is 1")
     for first, second, usual in (("low_freq_factor", "high_freq_factor", "1.0 and 4.0"), ("beta_slow", "beta_fast", "1.0 and 32.0")):
         least, most = (given.get(key, _TURNS.get(key, 0.0)) for key in (first, second))
         if {first, second} & given.keys() and least >= most:
-            raise UsageError(f"{first} in {where} must be below {second}, got {least} and {most}; write for example {usual}")
+            raise UsageError(f"{first} in {where} must be below {second}, got {least} and {most}", f"write for example {usual}")
     return RopeScaling(rope_type=kind, **given)
 
 
@@ -299,7 +299,7 @@ def _divisors(key: str, values: object, where: str) -> tuple[float, ...]:
         UsageError: `values` is something else.
     """
     if not isinstance(values, list | tuple):
-        raise UsageError(f"{key} in {where} must be a list of numbers, got {shown(values)}; copy it from the config of the model")
+        raise UsageError(f"{key} in {where} must be a list of numbers, got {shown(values)}", "copy it from the config of the model")
     for number, value in enumerate(values):
         check_positive(f"{key}[{number}]", value, where, 1.0)
     return tuple(float(value) for value in values)
@@ -317,10 +317,11 @@ def check_divisors(scaling: RopeScaling | None, size: int, source: str) -> None:
         if (count := len(getattr(scaling, key) or ())) != size // 2:
             raise UsageError(
                 f"{key} in rope_scaling in {source} must have {size // 2} numbers, one for each pair of the {size} rotated features of a head, "
-                f"got {count}; copy it from the config of the model"
+                f"got {count}",
+                "copy it from the config of the model",
             )
     if scaling.original_max_position_embeddings == 1 and scaling.factor > 1 and scaling.attention_factor is None:
-        raise UsageError(f"{_ORIGINAL} in {source} must be above 1, as no attention factor follows from it, got 1; write attention_factor, too")
+        raise UsageError(f"{_ORIGINAL} in {source} must be above 1, as no attention factor follows from it, got 1", "write attention_factor, too")
 
 
 def unread_of_rope(values: Mapping[str, Any]) -> list[str]:

@@ -77,7 +77,7 @@ class RotaryConfig(HiddenConfig):
         size = values["hidden_size"] // heads if size is None else size
         if size % 2:
             raise UsageError(
-                f"{where} must be even, because rotary embeddings rotate pairs, got {size} with {heads} heads; use {size + 1} or {size - 1}"
+                f"{where} must be even, because rotary embeddings rotate pairs, got {size} with {heads} heads", f"use {size + 1} or {size - 1}"
             )
 
     @property
@@ -143,7 +143,8 @@ class PartialRotaryConfig(RotaryConfig):
         if not 0 < turned <= size or turned % 2:
             raise UsageError(
                 f"partial_rotary_factor in {source} must make an even number of the {size} features of a head rotate, at least 2, "
-                f"got {shown(values['partial_rotary_factor'])}, which makes {turned if turned <= size else 'more'}; write for example 0.5"
+                f"got {shown(values['partial_rotary_factor'])}, which makes {turned if turned <= size else 'more'}",
+                "write for example 0.5",
             )
 
     @classmethod

@@ -70,7 +70,7 @@ def check_cluster(settings: TrainSettings) -> None:
     Raises:
         UsageError: a rule is broken.
     """
-    cluster, observe = settings.cluster, settings.observe
+    cluster = settings.cluster
     if not cluster.dask:
         for flag, value, is_set in (
             ("--transport", cluster.transport, cluster.transport != "dask"),
@@ -79,30 +79,40 @@ def check_cluster(settings: TrainSettings) -> None:
         ):
             if is_set:
                 raise UsageError(
-                    f"is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it", flag=flag, value=value
+                    "is about a Dask cluster", f"add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it", flag=flag, value=value
                 )
         return
     local = local_nodes(cluster.dask)
     if local is not None and cluster.nodes is not None and cluster.nodes > local:
         raise UsageError(
-            f"must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}", flag="--nodes"
+            f"must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}",
+            f"the nearest legal value is {local}",
+            flag="--nodes",
         )
     cluster_of(cluster)  # checks RATE in --transport
     if settings.resources.update_on != "device":
         raise UsageError(
-            "is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them",
+            "is for one machine, and the nodes of --dask share updates by ZeRO-1",
+            "drop one of them",
             flag="--update-on",
             value=settings.resources.update_on,
         )
     if settings.resources.order not in (AUTO, SUBMISSION):
         raise UsageError(
-            "is for one machine: the nodes of {0} wait for each other in the order of submission; use --order auto",
+            "is for one machine: the nodes of {0} wait for each other in the order of submission",
+            "use --order auto",
             others=(Setting("--dask", cluster.dask),),
             flag="--order",
             value=settings.resources.order,
         )
     if cluster.transport == "nccl":
         _check_nccl(settings)
+    _check_observers(settings)
+
+
+def _check_observers(settings: TrainSettings) -> None:
+    """Check that nothing which looks at one machine is asked for on a cluster."""
+    cluster, observe = settings.cluster, settings.observe
     alone: Sequence[tuple[str, str | None, object]] = (
         ("--trace-steps", None, observe.trace_steps or observe.trace),
         ("--explain", None, observe.explain),
@@ -111,7 +121,7 @@ def check_cluster(settings: TrainSettings) -> None:
     for flag, value, asked in alone:
         if asked:
             others = (Setting("--dask", cluster.dask),)
-            raise UsageError("looks at one machine and {0} trains on several; drop one of them", flag=flag, value=value, others=others)
+            raise UsageError("looks at one machine and {0} trains on several", "drop one of them", flag=flag, value=value, others=others)
 
 
 def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None:
@@ -124,8 +134,8 @@ def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None
     if most_nodes(num_minibatches, lanes) < min(asked, 2):
         raise UsageError(
             f"shares the minibatches of a step by lanes, and a step of {num_minibatches} minibatch{'es' if num_minibatches > 1 else ''} in "
-            f"{lanes} lane{'s' if lanes > 1 else ''} is for one node; use --lanes {asked} or more, and a --minibatch that divides --batch into "
-            f"{asked} or more",
+            f"{lanes} lane{'s' if lanes > 1 else ''} is for one node",
+            f"use --lanes {asked} or more, and a --minibatch that divides --batch into {asked} or more",
             flag="--dask",
         )
 
@@ -136,16 +146,16 @@ def _check_nccl(settings: TrainSettings) -> None:
     check_plain(cluster.dask)
     if local_nodes(cluster.dask) is not None:
         raise UsageError(
-            f"takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine; start each worker "
-            "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask",
+            f"takes a GPU for each node, and the workers of --dask {cluster.dask} share those of this machine",
+            "start each worker with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask",
             flag="--transport",
             value="nccl",
         )
     if cluster.link_bandwidth:
-        raise UsageError(f"nccl@{cluster.link_bandwidth} has a rate, which is only for dask; use --transport nccl", flag="--transport")
+        raise UsageError(f"nccl@{cluster.link_bandwidth} has a rate, which is only for dask", "use --transport nccl", flag="--transport")
     for setting, asked in ((Setting("--ngpu", 0), resources.ngpu == 0), (Setting("--sim-gpu", resources.sim_gpu), resources.sim_gpu)):
         if asked:
-            raise UsageError("sends from GPUs and {0} leaves them out; drop one of them", flag="--transport", value="nccl", others=(setting,))
+            raise UsageError("sends from GPUs and {0} leaves them out", "drop one of them", flag="--transport", value="nccl", others=(setting,))
 
 
 def check_plain(address: str) -> None:
@@ -159,7 +169,7 @@ def check_plain(address: str) -> None:
     """
     if address.startswith(("tls://", "wss://")):
         raise UsageError(
-            f"does not encrypt, and {address} belongs to a cluster that does (TLS); use --transport dask", flag="--transport", value="nccl"
+            f"does not encrypt, and {address} belongs to a cluster that does (TLS)", "use --transport dask", flag="--transport", value="nccl"
         )
 
 
@@ -173,11 +183,11 @@ def local_nodes(address: str) -> int | None:
     if local is not None and 1 <= int(local[1]) <= MOST_LOCAL:
         return int(local[1])
     if address.startswith("local:"):
-        raise UsageError(f"local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2", flag="--dask")
+        raise UsageError(f"local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}", "for example --dask local:2", flag="--dask")
     match = _ADDRESS.fullmatch(address)
     host, port = (match["host"] or "", int(match["port"] or 1)) if match else ("", 0)
     if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler uses such a port
-        raise UsageError(f"must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?", flag="--dask")
+        raise UsageError(f"must be the address of a Dask scheduler or local:N, got {address!r}", f"did you mean local:{port}?", flag="--dask")
     if not 1 <= port <= MOST_PORT:
         raise UsageError(f"must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}", flag="--dask")
     return None

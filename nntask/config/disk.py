@@ -20,16 +20,17 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
     if not colon or "/" in size:
         if is_size(text) and not Path(text).exists():
             raise UsageError(
-                f"must be DIR or DIR:SIZE, got {text!r}, which is a size and not an existing directory; "
+                f"must be DIR or DIR:SIZE, got {text!r}, which is a size and not an existing directory",
                 f"for example scratch:{text}, or ./{text} for a directory of that name",
                 flag="--disk",
             )
         return Path(text), None
     if not directory or not size:
-        raise UsageError(f"must be DIR or DIR:SIZE, got {text!r}; for example scratch:20GB", flag="--disk")
+        raise UsageError(f"must be DIR or DIR:SIZE, got {text!r}", "for example scratch:20GB", flag="--disk")
     if is_size(directory.rpartition(":")[2]) and not Path(directory).exists():
         raise UsageError(
-            f"must be DIR or DIR:SIZE, got {text!r}, which has two sizes, and there is no directory {directory}; for example scratch:{size}",
+            f"must be DIR or DIR:SIZE, got {text!r}, which has two sizes, and there is no directory {directory}",
+            f"for example scratch:{size}",
             flag="--disk",
         )
     return Path(directory), parse_size(size, "--disk")
@@ -47,7 +48,7 @@ def imaginary_disk_of(text: str) -> int | None:
     if disk is None:
         return None
     if disk[1] is None:
-        raise UsageError(f"must be SIZE or DIR:SIZE of an imaginary machine, got {text!r}; for example --disk 2TB", flag="--disk")
+        raise UsageError(f"must be SIZE or DIR:SIZE of an imaginary machine, got {text!r}", "for example --disk 2TB", flag="--disk")
     return disk[1]
 
 

@@ -48,11 +48,13 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     link_rate = parse_rate(link or DEFAULT_LINK, "--link")
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     if disk_rate and not resources.disk:
-        raise UsageError("is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it", flag="--disk-rate", value=disk_rate)
+        raise UsageError(
+            "is about the disk of an imaginary machine and it has none", "add --disk 2TB, or drop it", flag="--disk-rate", value=disk_rate
+        )
     of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
     if ram_rate and resources.update_on == "device":
         raise UsageError(
-            "is about updates by CPU workers, and in this plan devices update; add --update-on auto, or drop it", flag="--ram-rate", value=ram_rate
+            "is about updates by CPU workers, and in this plan devices update", "add --update-on auto, or drop it", flag="--ram-rate", value=ram_rate
         )
     if resources.update_on == "cpu":
         check_updaters(resources.ncpu)
@@ -91,7 +93,7 @@ def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
             raise UsageError(f"{rule}, whose {name} has no unit", f"for example {example}", flag=flag)
     flops = float(rate) * _SCALE[scale.upper()] if rate else DEVICE_FLOPS
     if flops <= 0:
-        raise UsageError(f"must be able to compute, got {text!r}; for example {example}", flag=flag)
+        raise UsageError(f"must be able to compute, got {text!r}", f"for example {example}", flag=flag)
     try:
         nbytes = parse_size(memory + unit, "")
     except UsageError as error:

@@ -48,7 +48,7 @@ def initial_model(init_from: str) -> InitialModel:
     checkpoint = find_checkpoint(init_from)
     if checkpoint.state.get("base") is not None:
         raise UsageError(
-            f"has adapters and needs a whole model; write one with nntask export {init_from} DIR --merge", flag="--init-from", value=init_from
+            "has adapters and needs a whole model", f"write one with nntask export {init_from} DIR --merge", flag="--init-from", value=init_from
         )
     return InitialModel(weights=checkpoint.path / MODEL, checkpoint=checkpoint)
 

@@ -47,7 +47,7 @@ def _device_size(resources: ResourceSettings) -> DeviceSize | None:
         return None
     share = fraction_of(text)
     if share is not None and resources.sim_gpu:
-        raise UsageError(f"must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB", flag="--gpu-memory")
+        raise UsageError(f"must be bytes for simulated devices, got {text}, a share of a card", "for example 1GiB", flag="--gpu-memory")
     return DeviceSize(parse_size(text, "--gpu-memory") if share is None else 0, share, text)
 
 

@@ -56,7 +56,8 @@ def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
         return config
     if config.objective == "classify" and begin:
         raise UsageError(
-            "is a classifier, whose head predicts labels alone, got {0}; use the model that it was made from, or drop --objective",
+            "is a classifier, whose head predicts labels alone, got {0}",
+            "use the model that it was made from, or drop --objective",
             flag="--init-from",
             value=begin,
             others=(Setting("--objective", asked),),
@@ -85,8 +86,8 @@ def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
                 names.add(label)
             elif type(label) is int and label >= LARGEST_CLASSES:  # each number up to it would be a class
                 raise DataError(
-                    f'{record.where} must have a "label" below {LARGEST_CLASSES}, the largest number of classes, got {label}; '
-                    "number the classes from 0, or give their names"
+                    f'{record.where} must have a "label" below {LARGEST_CLASSES}, the largest number of classes, got {label}',
+                    "number the classes from 0, or give their names",
                 )
             elif type(label) is int:
                 largest = max(largest, label)
@@ -104,7 +105,7 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
     _check_flags(settings, kind)
     form = _form(data, kind, config)
     if data.chat_template and form != "chat":
-        raise UsageError(f"is for JSON lines with {MESSAGES}, which these data are not; drop it", flag="--chat-template", value=data.chat_template)
+        raise UsageError(f"is for JSON lines with {MESSAGES}, which these data are not", "drop it", flag="--chat-template", value=data.chat_template)
     if form == "pairs" and data.mask_probability != USUAL_MASK:
         clause = f"is for plain texts, in which seq2seq hides spans, got {data.mask_probability:g} with pairs"
         raise UsageError(clause, "drop it", flag=SHARE)
@@ -128,7 +129,10 @@ def _kind(data: DataSettings, config: LanguageConfig) -> Kind:
     kind = data.objective or usual
     if kind not in able:
         raise UsageError(
-            f"is not for a {config.model_type}, which learns {', '.join(able)}; use --objective {usual}, or drop it", flag="--objective", value=kind
+            f"is not for a {config.model_type}, which learns {', '.join(able)}",
+            f"use --objective {usual}, or drop it",
+            flag="--objective",
+            value=kind,
         )
     return kind
 
@@ -141,13 +145,13 @@ def _check_flags(settings: TrainSettings, kind: Kind) -> None:
         clause = f"is for masked and seq2seq, which hide tokens, got {data.mask_probability:g} with --objective {kind}"
         raise UsageError(clause, "drop it", flag=SHARE)
     if data.target_len is not None and kind != "seq2seq":
-        raise UsageError(f"is for --objective seq2seq, got {what}; drop it", flag="--target-len", value=data.target_len)
+        raise UsageError(f"is for --objective seq2seq, got {what}", "drop it", flag="--target-len", value=data.target_len)
     if data.document_boundaries and kind not in ("causal", "masked"):
         raise UsageError(
-            f"is for --objective causal and masked, got {what}, whose rows have sequences of their own; drop it", flag="--document-boundaries"
+            f"is for --objective causal and masked, got {what}, whose rows have sequences of their own", "drop it", flag="--document-boundaries"
         )
     if run.prompt and kind != "causal":
-        raise UsageError(f"is for the text of a model that predicts the next token, got {what}; drop it", flag="--prompt", value=repr(run.prompt))
+        raise UsageError(f"is for the text of a model that predicts the next token, got {what}", "drop it", flag="--prompt", value=repr(run.prompt))
 
 
 def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
@@ -155,27 +159,27 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
     sees = image_shape(config) is not None
     if sees != (data.dataset == IMAGES):
         wants = f"--dataset {IMAGES}" if sees else "a dataset of text, such as --dataset text"
-        raise UsageError(f"is not for a {config.model_type}; use {wants}", flag="--dataset", value=data.dataset)
+        raise UsageError(f"is not for a {config.model_type}", f"use {wants}", flag="--dataset", value=data.dataset)
     if kind == "classify" and (count := getattr(config, "num_labels", 0)) < 2:
         raise UsageError(
-            f"takes a model with two classes or more, got num_labels {count}; use the config of a classifier", flag="--objective", value="classify"
+            f"takes a model with two classes or more, got num_labels {count}", "use the config of a classifier", flag="--objective", value="classify"
         )
     if kind == "classify" and (problem := getattr(config, "problem_type", None)) not in (None, SINGLE_LABEL):
         raise UsageError(
-            f"learns one label of a text, and problem_type in the config is {problem}; use the config of a classifier of single "
-            f"labels, or write {SINGLE_LABEL}",
+            f"learns one label of a text, and problem_type in the config is {problem}",
+            f"use the config of a classifier of single labels, or write {SINGLE_LABEL}",
             flag="--objective",
             value="classify",
         )
     if sees:
         if data.tokenizer_path or data.tokenizer != "auto":
             flag, value = ("--tokenizer-path", data.tokenizer_path) if data.tokenizer_path else ("--tokenizer", data.tokenizer)
-            raise UsageError(f"is for text, and a {config.model_type} learns from images; drop it", flag=flag, value=value)
+            raise UsageError(f"is for text, and a {config.model_type} learns from images", "drop it", flag=flag, value=value)
         return IMAGES
     if kind == "classify":
         if data.dataset != JSONL:
             others = (Setting("--dataset", data.dataset),)
-            raise UsageError(f"learns from texts with labels, got {{0}}; use --dataset {JSONL}", flag="--objective", value="classify", others=others)
+            raise UsageError("learns from texts with labels, got {0}", f"use --dataset {JSONL}", flag="--objective", value="classify", others=others)
         return "labels"
     keys = first_keys(data.dataset_path) if data.dataset == JSONL else frozenset()
     if kind == "seq2seq":
@@ -196,14 +200,15 @@ def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> 
     limit = config.longest
     if data.target_len is not None and limit is not None and data.target_len > limit:
         raise UsageError(
-            f"must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}", flag="--target-len"
+            f"must be at most {config.positions_key} = {limit}, got {data.target_len}", f"the nearest legal value is {limit}", flag="--target-len"
         )
     if form == "pairs":
         return data.target_len or length
     sizes = longest(length, data.target_len or config.n_positions, data.mask_probability)
     if sizes is None:
         raise UsageError(
-            f"on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}; the nearest legal value is 3",
+            f"on texts takes --seq-len and --target-len of at least 3, got {length} and {data.target_len}",
+            "the nearest legal value is 3",
             flag="--objective",
             value="seq2seq",
         )

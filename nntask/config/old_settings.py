@@ -101,12 +101,12 @@ def translated(values: Mapping[str, Any], source: str, keys: Mapping[str, str] |
     """
     asked, spelled = _with_effect(values), {name: name for name in values} | dict(keys or {})
     if asked.get("full_lr_iter", 1) < 1:
-        raise UsageError(f"{spelled['full_lr_iter']} in {source} must be at least 1, got {asked['full_lr_iter']}; the nearest legal value is 1")
+        raise UsageError(f"{spelled['full_lr_iter']} in {source} must be at least 1, got {asked['full_lr_iter']}", "the nearest legal value is 1")
     new = {name: value for name, value in values.items() if name not in _OLD}
     for old, name, value in _replacements(asked, values):
         if values.get(name, value) not in (value, *_UNSET.get(name, ())):
             key = spelled[name]
-            raise UsageError(f"{spelled[old]} = {asked[old]} in {source} means {key} = {value}, got {key} = {values[name]}; drop one of them")
+            raise UsageError(f"{spelled[old]} = {asked[old]} in {source} means {key} = {value}, got {key} = {values[name]}", "drop one of them")
         if name not in _IMPLIED:
             new[name] = value
     if new.get("optimizer") == "fusedadamw":

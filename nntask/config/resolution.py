@@ -93,10 +93,13 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
         continued.check_same(settings)
     if not objective_of(settings, config).is_plain:
         raise UsageError(
-            "with conversations is for nntask's own models; write them as texts, or train such a model", flag="--dataset", value=settings.data.dataset
+            "with conversations is for nntask's own models",
+            "write them as texts, or train such a model",
+            flag="--dataset",
+            value=settings.data.dataset,
         )
     if settings.resources.update_on != "device":
-        raise UsageError("is for nntask's own models; drop it, or train such a model", flag="--update-on", value=settings.resources.update_on)
+        raise UsageError("is for nntask's own models", "drop it, or train such a model", flag="--update-on", value=settings.resources.update_on)
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
     return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 
@@ -189,7 +192,7 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
     lanes = 1 if tiling.lanes is None else tiling.lanes
     if tiling.minibatch == "auto":
-        raise UsageError("is for nntask train and plan, on one machine, of nntask's own models; give a number", flag="--minibatch", value="auto")
+        raise UsageError("is for nntask train and plan, on one machine, of nntask's own models", "give a number", flag="--minibatch", value="auto")
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
     _divides("--minibatch", minibatch, "--batch", batch)
     per_tile = tiling.minibatch_tile
@@ -198,7 +201,7 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
         _divides("--minibatch-tile", per_tile, "--minibatch", minibatch)
     if tiling.seq_tile is not None and tiling.seq_tile > length:
         raise UsageError(
-            f"must be at most the sequence length {length}, got {tiling.seq_tile}; the nearest legal value is {length}", flag="--seq-tile"
+            f"must be at most the sequence length {length}, got {tiling.seq_tile}", f"the nearest legal value is {length}", flag="--seq-tile"
         )
     tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes)
     lr = optimizer.lr if optimizer.lr is not None else (1e-3 if small else 3e-4)
@@ -361,4 +364,4 @@ def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:
     """
     if whole % value:
         near = nearest(divisors(whole), value)
-        raise UsageError(f"must divide {of_flag} = {whole}, got {value}; the nearest legal value is {near}", flag=flag)
+        raise UsageError(f"must divide {of_flag} = {whole}, got {value}", f"the nearest legal value is {near}", flag=flag)

@@ -366,7 +366,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
             if key in known_kinds:
                 if not _is_of(value, known_kinds[key]):
                     raise DataError(
-                        f"settings.{group}.{key} in {source} must be {_words_for(known_kinds[key])}, got {value!r}; use another checkpoint"
+                        f"settings.{group}.{key} in {source} must be {_words_for(known_kinds[key])}, got {value!r}", "use another checkpoint"
                     )
                 flat[key] = value
     flat = translated(flat, source)

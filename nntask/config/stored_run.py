@@ -40,7 +40,7 @@ def _recorded(checkpoint: Checkpoint) -> FrozenBase | None:
         return None
     base = FrozenBase.of_state(checkpoint.state, str(file))
     if base is None:
-        raise DataError(f"{file} does not name the frozen weights that its adapters belong to; use another checkpoint")
+        raise DataError(f"{file} does not name the frozen weights that its adapters belong to", "use another checkpoint")
     return base
 
 

@@ -90,7 +90,7 @@ def check_prompt(prompt: str) -> None:
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"must be text in UTF-8, got other bytes at character {error.start}; use a terminal in UTF-8", flag="--prompt") from None
+        raise UsageError(f"must be text in UTF-8, got other bytes at character {error.start}", "use a terminal in UTF-8", flag="--prompt") from None
 
 
 def check_values(settings: TrainSettings) -> None:
@@ -104,7 +104,7 @@ def check_values(settings: TrainSettings) -> None:
         value = getattr(getattr(settings, group), name)
         if value is not None and value < least:
             what = {0: "0 or more", 1: "at least 1"}.get(least, "0 or more, or -1 for all")
-            raise UsageError(f"must be {what}, got {value}; the nearest legal value is {least}", flag=flag_of(name))
+            raise UsageError(f"must be {what}, got {value}", f"the nearest legal value is {least}", flag=flag_of(name))
         check_most(name, value)
     for group, name in _OR_WHOLE:
         value = getattr(getattr(settings, group), name)
@@ -119,7 +119,7 @@ def check_values(settings: TrainSettings) -> None:
         if value is not None and not (low <= value < high if open_end else low <= value <= high):
             limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
             near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
-            raise UsageError(f"must be {limit}, got {value:g}; {near}", flag=flag_of(name))
+            raise UsageError(f"must be {limit}, got {value:g}", f"{near}", flag=flag_of(name))
     check_objective(settings.data)
     _check_combinations(settings)
     _check_adapters(settings)
@@ -127,11 +127,12 @@ def check_values(settings: TrainSettings) -> None:
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
             f"must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
-            f"got {resources.order!r}; use --order auto",
+            f"got {resources.order!r}",
+            "use --order auto",
             flag="--order",
         )
     if resources.watchdog is not None and not 0.0 < resources.watchdog < float("inf"):
-        raise UsageError(f"must be a positive number of seconds, got {resources.watchdog:g}; for example 60", flag="--watchdog")
+        raise UsageError(f"must be a positive number of seconds, got {resources.watchdog:g}", "for example 60", flag="--watchdog")
     _check_recompute(resources.recompute)
     trace_range(settings.observe.trace_steps)
 
@@ -140,15 +141,18 @@ def _check_recompute(text: str) -> None:
     if _RECOMPUTE.fullmatch(text) is None:
         raise UsageError(
             "must be auto, none, block, or operations separated by commas, each perhaps with a share of its layers (above 0, at most 1), "
-            f"such as layer_norm,attention:0.5, got {text!r}; use --recompute auto",
+            f"such as layer_norm,attention:0.5, got {text!r}",
+            "use --recompute auto",
             flag="--recompute",
         )
     names = [each.partition(":")[0].strip() for each in text.split(",")]
     for name in names:
         if len(names) > 1 and name in (AUTO, NONE, BLOCK):
-            raise UsageError(f"cannot be combined, got {text!r}; use --recompute {name}, or name operations only", flag="--recompute", value=name)
+            raise UsageError(f"cannot be combined, got {text!r}", f"use --recompute {name}, or name operations only", flag="--recompute", value=name)
         if names.count(name) > 1:
-            raise UsageError(f"must name an operation once, got {name!r} {names.count(name)} times in {text!r}; keep one of them", flag="--recompute")
+            raise UsageError(
+                f"must name an operation once, got {name!r} {names.count(name)} times in {text!r}", "keep one of them", flag="--recompute"
+            )
 
 
 def check_most(name: str, value: int | None) -> None:
@@ -159,53 +163,58 @@ def check_most(name: str, value: int | None) -> None:
     """
     most, why = _MOST.get(name, (LARGEST, ""))
     if value is not None and value > most:
-        raise UsageError(f"must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}", flag=flag_of(name))
+        raise UsageError(f"must be at most {most}{why and ', because '}{why}, got {value}", f"the nearest legal value is {most}", flag=flag_of(name))
 
 
 def _check_combinations(settings: TrainSettings) -> None:
     model, resources = settings.model, settings.resources
     if model.model is not None and model.config_path is not None:
         others = (Setting("--config-path", model.config_path),)
-        raise UsageError("and {0} both name a model; drop one of them", flag="--model", value=model.model, others=others)
+        raise UsageError("and {0} both name a model", "drop one of them", flag="--model", value=model.model, others=others)
     begin = settings.checkpoints.init_from
     for flag, value in (("--model", model.model), ("--config-path", model.config_path)):
         if brings_config(begin) and value:
             others = (Setting(flag, value),)
             raise UsageError(
-                "brings its own config and weights, and {0} names others; drop one of them", flag="--init-from", value=begin, others=others
+                "brings its own config and weights, and {0} names others", "drop one of them", flag="--init-from", value=begin, others=others
             )
     if resources.ngpu and resources.sim_gpu:
         both = (Setting("--ngpu", resources.ngpu), Setting("--sim-gpu", resources.sim_gpu))
-        raise UsageError("devices are real or simulated, got {0} and {1}; drop one of them", others=both)
+        raise UsageError("devices are real or simulated, got {0} and {1}", "drop one of them", others=both)
     if model.dtype == "fp64" and resources.ngpu:
         others = (Setting("--ngpu", resources.ngpu),)
-        raise UsageError("has no CUDA kernels, and {0} asks for GPUs; use --ngpu 0, or another --dtype", flag="--dtype", value="fp64", others=others)
+        raise UsageError(
+            "has no CUDA kernels, and {0} asks for GPUs", "use --ngpu 0, or another --dtype", flag="--dtype", value="fp64", others=others
+        )
     if model.gpu_attention != "own" and settings.cluster.dask:
         raise UsageError(
-            "is for training on one machine, got {0}; use --attention flash",
+            "is for training on one machine, got {0}",
+            "use --attention flash",
             flag="--attention",
             value=model.attention,
             others=(Setting("--dask", settings.cluster.dask),),
         )
     if model.attention == "cudnn" and model.dtype != "bf16":
         others = (Setting("--dtype", model.dtype),)
-        raise UsageError("computes in bf16, got {0}; add --dtype bf16, or use --attention flash", flag="--attention", value="cudnn", others=others)
+        raise UsageError("computes in bf16, got {0}", "add --dtype bf16, or use --attention flash", flag="--attention", value="cudnn", others=others)
     if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
         raise UsageError(
-            f"belongs to sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1",
+            f"belongs to sgd, not {settings.optimizer.optimizer}",
+            "drop it, or set --beta1",
             flag=flag_of("momentum"),
             value=settings.optimizer.momentum,
         )
     if settings.optimizer.warmup_start_lr is not None and settings.optimizer.warmup_steps == 0:
         raise UsageError(
-            "begins a warm-up, and {0} asks for none; drop one of them",
+            "begins a warm-up, and {0} asks for none",
+            "drop one of them",
             flag="--warmup-start-lr",
             value=settings.optimizer.warmup_start_lr,
             others=(Setting("--warmup-steps", 0),),
         )
     if settings.run.prompt and not settings.run.sample_tokens:
         others = (Setting("--sample-tokens", 0),)
-        raise UsageError("is for the text sampled after training, and {0} asks for none; drop one of them", flag="--prompt", others=others)
+        raise UsageError("is for the text sampled after training, and {0} asks for none", "drop one of them", flag="--prompt", others=others)
     check_cluster(settings)
 
 
@@ -220,7 +229,7 @@ def rank_of(settings: TrainSettings) -> int | None:
         return None
     match = _LORA.fullmatch(asked)
     if match is None or int(match[1]) < 1:
-        raise UsageError(f"must be all, or lora:RANK with a rank of at least 1, got {asked}; for example --train lora:8", flag="--train")
+        raise UsageError(f"must be all, or lora:RANK with a rank of at least 1, got {asked}", "for example --train lora:8", flag="--train")
     return int(match[1])
 
 
@@ -231,10 +240,10 @@ def _check_adapters(settings: TrainSettings) -> None:
         for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
             if value is not None:
                 others = (Setting("--train", "all"),)
-                raise UsageError("is about adapters and {0} has none; add --train lora:8, or drop it", flag=flag, value=value, others=others)
+                raise UsageError("is about adapters and {0} has none", "add --train lora:8, or drop it", flag=flag, value=value, others=others)
         return
     if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
-        raise UsageError(f"must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank", flag="--lora-alpha")
+        raise UsageError(f"must be a finite number above 0, got {optimizer.lora_alpha:g}", "for example twice the rank", flag="--lora-alpha")
 
 
 def check_rank(settings: TrainSettings, limit: int) -> None:
@@ -246,7 +255,7 @@ def check_rank(settings: TrainSettings, limit: int) -> None:
     rank = rank_of(settings)
     if rank is not None and rank > limit:
         raise UsageError(
-            f"lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter; "
+            f"lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter",
             f"the nearest legal value is lora:{limit}",
             flag="--train",
         )
@@ -274,7 +283,7 @@ def step_range(text: str, flag: str, others: str = "") -> tuple[int, int]:
     """
     match = _STEP_RANGE.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"must be {others}A:B with 1 <= A <= B, got {text!r}; for example 10:12", flag=flag)
+        raise UsageError(f"must be {others}A:B with 1 <= A <= B, got {text!r}", "for example 10:12", flag=flag)
     return int(match[1]), int(match[2])
 
 
@@ -288,7 +297,7 @@ def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> i
     if seq_len is None:
         return min(usual, DEFAULT_LENGTH) if image_shape(config) is None else config.n_positions
     if limit is not None and seq_len > limit:
-        raise UsageError(f"must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}", flag="--seq-len")
+        raise UsageError(f"must be at most {config.positions_key} = {limit}, got {seq_len}", f"the nearest legal value is {limit}", flag="--seq-len")
     return seq_len
 
 

@@ -198,7 +198,7 @@ class ConfinedProcess:
             raise
         except (DataError, OSError) as error:
             print(f"nntask: {self._name} does not start again: {error}", file=sys.stderr)
-            raise ProcessUnavailable(f"{self._name} does not start again, and the log says why; try again later") from None
+            raise ProcessUnavailable(f"{self._name} does not start again, and the log says why", "try again later") from None
 
     def _end(self) -> int | None:
         """End the process; return its exit code, None if there is no process or it has not ended yet."""
@@ -244,23 +244,23 @@ class ConfinedProcess:
         try:
             line = b"" if self._is_closed else pipes.line(limits.answer_nbytes, time.monotonic() + limits.wall_seconds)
         except TimeoutError:
-            raise ProcessUnavailable(f"{self._name} did not answer within {limits.wall_seconds} s, and was stopped; try again later") from None
+            raise ProcessUnavailable(f"{self._name} did not answer within {limits.wall_seconds} s, and was stopped", "try again later") from None
         if line.endswith(b"\n"):
             kind, value = json.loads(line)
             return kind, value
         what, advice = request.subject, request.advice
         if len(line) > limits.answer_nbytes:
-            raise DataError(f"{what} writes more than {limits.answer_nbytes:,} bytes; {advice}")
+            raise DataError(f"{what} writes more than {limits.answer_nbytes:,} bytes", f"{advice}")
         code = self._end()
         if self._is_closed:
             raise ProcessUnavailable(self._closed)
         if code == -signal.SIGXCPU:
-            raise DataError(f"{what} takes more than {limits.seconds} s of processor time; {advice}")
+            raise DataError(f"{what} takes more than {limits.seconds} s of processor time", f"{advice}")
         if code == -signal.SIGABRT:  # native code aborts when it gets no memory
-            raise DataError(f"{what} takes more memory than it may have; {advice}")
+            raise DataError(f"{what} takes more memory than it may have", f"{advice}")
         if code is None or -code in _OF_OTHERS:  # the kernel's out-of-memory killer looks the same
-            raise ProcessUnavailable(f"{self._name} was stopped from outside, or because memory is short; try again later")
-        raise DataError(f"{what} ended its process with exit code {code}; {advice}")
+            raise ProcessUnavailable(f"{self._name} was stopped from outside, or because memory is short", "try again later")
+        raise DataError(f"{what} ended its process with exit code {code}", f"{advice}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
@@ -356,5 +356,5 @@ def _answer_of(kind: str, value: Any, request: ConfinedRequest) -> Any:
     if kind == "refused":
         raise DataError(value)
     if kind == "memory":
-        raise DataError(f"{request.subject} takes more memory than it may have; {request.advice}")
-    raise DataError(f"{request.subject} fails: {value}; {request.advice}")
+        raise DataError(f"{request.subject} takes more memory than it may have", f"{request.advice}")
+    raise DataError(f"{request.subject} fails: {value}", f"{request.advice}")

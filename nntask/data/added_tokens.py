@@ -39,7 +39,7 @@ def add_tokens(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str,
     if "added_tokens_decoder" in config:
         given = config["added_tokens_decoder"]
         if not isinstance(given, Mapping):
-            raise DataError(f"added_tokens_decoder in {_CONFIG} of {where} must be an object of ids and tokens, got {str(given)[:40]}; copy it again")
+            raise DataError(f"added_tokens_decoder in {_CONFIG} of {where} must map ids to tokens, got {str(given)[:40]}", "copy it again")
         written = {_id(index, _CONFIG, where): _token(entry, _CONFIG, where) for index, entry in given.items()}
     else:
         config |= objects.get(_MAP, {})
@@ -57,7 +57,8 @@ def add_tokens(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str,
             if old is None and inner.token_to_id(token.content) != index:
                 raise DataError(
                     f"the files in {where} give the added token {token.content!r} the id {index}, and after the tokens of tokenizer.json it would be "
-                    f"{inner.token_to_id(token.content)}; copy tokenizer.json and tokenizer_config.json again, from the same model"
+                    f"{inner.token_to_id(token.content)}",
+                    "copy tokenizer.json and tokenizer_config.json again, from the same model",
                 )
     names = {token.content for token in inner.get_added_tokens_decoder().values()}
     for entry in _special(config):
@@ -91,7 +92,7 @@ def _id(value: Any, file: str, where: str) -> int:
     """Return a token id from its JSON form, a number or the key of an object."""
     if (type(value) is int or isinstance(value, str)) and str(value).isdecimal():
         return int(value)
-    raise DataError(f"{file} of {where} has {value!r} as the id of an added token; ids are whole numbers from 0, copy it again")
+    raise DataError(f"{file} of {where} has {value!r} as the id of an added token", "ids are whole numbers from 0, copy it again")
 
 
 def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
@@ -103,5 +104,5 @@ def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
     content = entry.get("content") if isinstance(entry, Mapping) else None
     flags = {} if content is None else {name: entry[name] for name in _FLAGS if name in entry}
     if not isinstance(content, str) or not content or not all(type(flag) is bool for flag in flags.values()):
-        raise DataError(f"{file} of {where} has an added token of an unknown form: {str(entry)[:60]}; copy it again")
+        raise DataError(f"{file} of {where} has an added token of an unknown form: {str(entry)[:60]}", "copy it again")
     return AddedToken(content, **{**flags, **({"special": True} if special else {})})

@@ -57,23 +57,23 @@ def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
     if not head or not _HAS_CONFIGS.search(head.group(1)):
         return ()
     if importlib.util.find_spec("yaml") is None:
-        raise DataError(f"reading the configs of the card {path} needs the pyyaml package; pip install pyyaml, or name the files")
+        raise DataError(f"reading the configs of the card {path} needs the pyyaml package", "pip install pyyaml, or name the files")
     import yaml
 
     try:
         front_matter = yaml.safe_load(head.group(1))
     except yaml.YAMLError as error:
-        raise DataError(f"the card {path} does not begin with valid YAML: {' '.join(str(error).split())}; fix it, or name the files") from None
+        raise DataError(f"the card {path} does not begin with valid YAML: {' '.join(str(error).split())}", "fix it, or name the files") from None
     configs = front_matter.get("configs") if isinstance(front_matter, dict) else None
     if not isinstance(configs, list):
-        raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}; fix it, or name the files")
+        raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}", "fix it, or name the files")
     return tuple(_config(each, path) for each in configs)
 
 
 def _config(entry: Any, path: str) -> CardConfig:
     """Return the config of an entry of ``configs``; raise DataError for an entry that `datasets` would refuse, or that names files elsewhere."""
     rule = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path"
-    wrong = DataError(f"{rule}, got {str(entry)[:120]}; fix it, or name the files")
+    wrong = DataError(f"{rule}, got {str(entry)[:120]}", "fix it, or name the files")
     files = entry.get("data_files") if isinstance(entry, dict) else None
     listed = [files] if isinstance(files, str) else [] if files is None else files
     if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str) or not isinstance(listed, list):
@@ -86,7 +86,7 @@ def _config(entry: Any, path: str) -> CardConfig:
             raise wrong
         patterns[split] = (*patterns.get(split, ()), *paths)
     if far := [name for names in patterns.values() for name in names if "://" in name]:
-        raise DataError(f"the card {path} names {far[0]}, which is on another machine; fetch it, and name the file")
+        raise DataError(f"the card {path} names {far[0]}, which is on another machine", "fetch it, and name the file")
     folder = str(entry.get("data_dir") or "").removeprefix("./").rstrip("/")
     name = entry["config_name"]
     return CardConfig(name, name == "default" or entry.get("default") is True, patterns, "" if folder == "." else folder)

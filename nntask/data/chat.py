@@ -47,7 +47,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str, words: Mapping[str, str], tools: str = "") -> None:
         if importlib.util.find_spec("jinja2") is None:
-            raise DataError(f"the chat template of {name} needs the jinja2 package; pip install -e '.[text]'")
+            raise DataError(f"the chat template of {name} needs the jinja2 package", "pip install -e '.[text]'")
         import jinja2
 
         from .chat_blocks import ChatEnvironment, reads_of
@@ -58,7 +58,7 @@ class ChatTemplate:
             self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
         except jinja2.TemplateError as error:
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise DataError(f"the chat template of {name} has an error{line}: {error}; correct it, or give another --chat-template FILE") from None
+            raise DataError(f"the chat template of {name} has an error{line}: {error}", "correct it, or give another --chat-template FILE") from None
         self._of_tools = ChatTemplate(tools, name, words) if tools else None
 
     def set_date(self, now: datetime) -> None:
@@ -95,7 +95,8 @@ class ChatTemplate:
         except Untold:
             raise DataError(
                 f"{line.where} has a conversation that the chat template of {self._name} writes differently once more messages follow, so "
-                "its answers cannot be located; use a template with {% generation %} blocks, or write one answer per line"
+                "its answers cannot be located",
+                "use a template with {% generation %} blocks, or write one answer per line",
             ) from None
 
     def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowTally | None) -> None:
@@ -103,8 +104,8 @@ class ChatTemplate:
         for name in ("tools", "documents"):
             if found.given[name] is not None and self._render(found.messages, found.where, given={**found.given, name: None})[0] == text:
                 raise DataError(
-                    f'{found.where} has "{name}", and the chat template of {self._name} does not write them; '
-                    "name a template that does with --chat-template FILE, or remove the key"
+                    f'{found.where} has "{name}", and the chat template of {self._name} does not write them',
+                    "name a template that does with --chat-template FILE, or remove the key",
                 )
         for at, message in enumerate(found.messages):
             self._check_keys(found, at, text)
@@ -118,8 +119,8 @@ class ChatTemplate:
                     is_written = True  # a template that refuses the mark may still write the message
                 if not is_written:
                     raise DataError(
-                        f"{found.where} has a message of the role {message['role']} that the chat template of {self._name} leaves out: "
-                        f"{said[:40]!r}; name another template with --chat-template FILE, or remove the message"
+                        f"{found.where} has a message of the role {message['role']} that the chat template of {self._name} leaves out: {said[:40]!r}",
+                        "name another template with --chat-template FILE, or remove the message",
                     )
                 changed = True
             if counts is not None and message["role"] == ASSISTANT:
@@ -136,7 +137,8 @@ class ChatTemplate:
             if self._render([*found.messages[:at], less, *found.messages[at + 1 :]], found.where, given=found.given)[0] == text:
                 raise DataError(
                     f'{found.where} has "{key}" in a message, {ROW_KEYS["message"][key].reason}, and the chat template of {self._name} does not '
-                    "write it; name a template that does with --chat-template FILE, or remove the key"
+                    "write it",
+                    "name a template that does with --chat-template FILE, or remove the key",
                 )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
@@ -165,7 +167,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
-            raise DataError(f"{where} is not for the chat template of {self._name}: {what}; {advice}") from None
+            raise DataError(f"{where} is not for the chat template of {self._name}: {what}", f"{advice}") from None
 
 
 class ChatService:
@@ -198,7 +200,7 @@ class ChatService:
     def _checked(self, text: str, where: str, most: int, advice: str) -> str:
         if len(text) > most:
             what = f"{where} is not for the chat template of {self._name}, which writes {len(text):,} characters of at most {most:,}"
-            raise DataError(f"{what}; {advice}")
+            raise DataError(f"{what}", f"{advice}")
         return text
 
 

@@ -65,7 +65,7 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
         try:
             given["tools"], tools_have_nulls = _without_nulls(given["tools"])
         except RecursionError:
-            raise DataError(f'{line.where} has "tools" that are nested too deeply; fix or remove the line') from None
+            raise DataError(f'{line.where} has "tools" that are nested too deeply', "fix or remove the line") from None
         has_nulls |= tools_have_nulls
     return Conversation(raw_messages, messages, learnt, given, line.where, has_nulls)
 
@@ -80,9 +80,9 @@ def messages_of(line: Record) -> list[Mapping[str, Any]]:
     is_list = isinstance(messages, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages)
     if not is_list or not messages:
         shape = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; fix or remove the line')
+        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}', "fix or remove the line")
     if all(each["role"] != ASSISTANT for each in messages):
-        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, whose answers are learnt; fix or remove the line")
+        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, whose answers are learnt", "fix or remove the line")
     return list(messages)
 
 
@@ -104,11 +104,11 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     if isinstance(content, list):
         if not all(map(_is_text, content)):
             shape = '{"type": "text", "text": "..."}'
-            raise DataError(f"{where} has content that is not text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
+            raise DataError(f"{where} has content that is not text: {json.dumps(content)[:60]}", f"give a string or parts such as {shape}")
         if "text" not in reads.names:  # the template would print the list in Python's syntax
             plain["content"] = "".join(each["text"] for each in content)
     elif content is not None and not isinstance(content, str):
-        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; fix or remove the line')
+        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}', "fix or remove the line")
     if reads.takes_objects and isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_object(each) for each in plain["tool_calls"]]
     return plain
@@ -131,10 +131,10 @@ def text_of(message: Mapping[str, Any]) -> str:
 def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
     weight, role = message.get("weight"), message["role"]
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise DataError(f'{where} must have 0 or 1 as the "weight" of a message, got {json.dumps(weight)[:40]}; use 1 to learn it, else 0')
+        raise DataError(f'{where} must have 0 or 1 as the "weight" of a message, got {json.dumps(weight)[:40]}', "use 1 to learn it, else 0")
     if weight == 1 and role != ASSISTANT:
         raise DataError(
-            f'{where} has "weight" 1 in a message of the role {role}, and only what the role {ASSISTANT} says is learnt; remove the weight'
+            f'{where} has "weight" 1 in a message of the role {role}, and only what the role {ASSISTANT} says is learnt', "remove the weight"
         )
     return role == ASSISTANT and weight != 0
 
@@ -148,7 +148,7 @@ def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
     if is_nothing(value):
         return None
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; fix the line')
+        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}', "fix the line")
     return value
 
 
@@ -183,9 +183,9 @@ def _variables(line: Record) -> dict[str, Any]:
     if is_nothing(value):
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}; fix the line')
+        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}', "fix the line")
     if wrong := sorted(_VARIABLES & set(value)):
-        raise DataError(f'{line.where} sets {wrong[0]} under "chat_template_kwargs", which is for other variables of the template; remove it')
+        raise DataError(f'{line.where} sets {wrong[0]} under "chat_template_kwargs", which is for other variables of the template', "remove it")
     return dict(value)
 
 

@@ -50,19 +50,19 @@ class ChatSource:
                 source = read_text(file).removeprefix("\ufeff")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(
-                    f"cannot be read: {getattr(error, 'strerror', None) or error}; give a text file", flag="--chat-template", value=file
+                    f"cannot be read: {getattr(error, 'strerror', None) or error}", "give a text file", flag="--chat-template", value=file
                 ) from None
             return cls(source, file, _words(tokenizer, config, source))
         named = templates_of(files)
         if named and "default" not in named:
             raise DataError(
-                f"the tokenizer of the data has chat templates named {', '.join(sorted(named))} and none named default; "
-                "write one of them to a file and name it with --chat-template FILE"
+                f"the tokenizer of the data has chat templates named {', '.join(sorted(named))} and none named default",
+                "write one of them to a file and name it with --chat-template FILE",
             )
         if not named:
             raise DataError(
-                "conversations need a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
-                "or the tokenizer of a model for conversations with --tokenizer-path DIR"
+                "conversations need a chat template, and the tokenizer of the data has none",
+                "name one with --chat-template FILE, or the tokenizer of a model for conversations with --tokenizer-path DIR",
             )
         source, tools = named["default"], named.get(_TOOL_USE, "")
         holder = CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG

@@ -97,16 +97,16 @@ def check_spec(spec: DataSpec) -> None:
         advice = f"did you mean {name}?" if name else "save the texts as files and use --dataset text --dataset-path DIR"
         raise UsageError(f"is not available: this version reads {', '.join(DATASETS)}", advice, flag="--dataset", value=spec.dataset)
     if spec.dataset not in ("stdlib", WIKITEXT) and not spec.path:
-        raise UsageError("needs --dataset-path, a file or a directory; add it", flag="--dataset", value=spec.dataset)
+        raise UsageError("needs --dataset-path, a file or a directory", "add it", flag="--dataset", value=spec.dataset)
     if spec.dataset == "stdlib" and spec.path:
         tokens = _train_bin(spec.path)
         kind = "train.bin" if tokens.suffix == ".bin" and tokens.is_file() else "text"
         raise UsageError(
-            f"is not read by --dataset stdlib, the default; add --dataset {kind}, or drop --dataset-path", flag="--dataset-path", value=spec.path
+            "is not read by --dataset stdlib, the default", f"add --dataset {kind}, or drop --dataset-path", flag="--dataset-path", value=spec.path
         )
     fetched = {"--dataset-path": spec.dataset == WIKITEXT, "--tokenizer-path": spec.tokenizer not in _OWN_TOKENIZERS}
     if spec.dataset == IMAGES and spec.objective.image is None:
-        raise UsageError("is for models of images, and this one takes text; use a dataset of text", flag="--dataset", value="images")
+        raise UsageError("is for models of images, and this one takes text", "use a dataset of text", flag="--dataset", value="images")
     named = {"--dataset-path": spec.path, "--val-path": spec.val_path, "--tokenizer-path": spec.tokenizer_path}
     for flag, path in {**named, "--chat-template": spec.objective.template}.items():
         if path and not is_named(path) and not fetched.get(flag):
@@ -132,7 +132,7 @@ def _check_beside(spec: DataSpec) -> None:
     beside = _train_bin(spec.path).with_name(TOKENIZER_FILE)
     if spec.tokenizer == "bpe" and not spec.tokenizer_path and not beside.is_file():
         raise UsageError(
-            f"bpe with --dataset train.bin is the tokenizer that made the ids, and there is no {beside}; "
+            f"bpe with --dataset train.bin is the tokenizer that made the ids, and there is no {beside}",
             "name its directory with --tokenizer-path, or drop --tokenizer",
             flag="--tokenizer",
         )
@@ -144,9 +144,10 @@ def _check_beside(spec: DataSpec) -> None:
         return
     if named.exists() and beside.is_file() and load_tokenizer(named).inner.get_vocab() != load_tokenizer(beside).inner.get_vocab():
         raise UsageError(
-            f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; use weights trained with the former, "
+            f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids",
+            f"use weights trained with the former, "
             f"rewrite {_train_bin(spec.path).name} with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
-            f"or remove {beside} if it did not make the ids"
+            f"or remove {beside} if it did not make the ids",
         )
 
 

@@ -111,7 +111,7 @@ def _present(root: Path, names: Iterable[str], where: str) -> tuple[Path, ...]:
     """Return the paths of files, after checking that they exist; raise DataError if a file is a dangling link."""
     files = tuple(root / name for name in names)
     if lost := [file for file in files if not file.exists()]:
-        raise DataError(f"{lost[0]} in {where} is a dangling link; fix or remove it")
+        raise DataError(f"{lost[0]} in {where} is a dangling link", "fix or remove it")
     return files
 
 

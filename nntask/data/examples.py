@@ -46,7 +46,8 @@ def _sequences_of(source: Source, objective: Objective, tokenizer: Tokenizer | N
         return Windows(source, objective.length) if masking is None else MaskedWindows(source, objective.length, masking)
     if tokenizer is None:
         raise DataError(
-            f"needs the end-of-text id, and the tokenizer of {source.name} is not known; name it with --tokenizer-path DIR",
+            f"needs the end-of-text id, and the tokenizer of {source.name} is not known",
+            "name it with --tokenizer-path DIR",
             flag="--document-boundaries",
         )
     begin, end = tokenizer.begin_of_text, tokenizer.end_of_text

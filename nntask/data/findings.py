@@ -61,9 +61,9 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
     except FileNotFoundError:
         return ()
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a file of findings ({error}); remove it") from None
+        raise DataError(f"{path} is not a file of findings ({error})", "remove it") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; remove it") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}", "remove it") from None
 
 
 def no_validation(where: str) -> Finding:

@@ -69,7 +69,7 @@ def wikitext_corpus(path: str, select: int, advice: str) -> Corpus:
         files = wikitext_files(path)
     if not files:
         raise DataError(
-            f"{_REPOSITORY} was fetched to {wikitext_directory(path)}, and no training split is there; remove it and try again, or {advice}"
+            f"{_REPOSITORY} was fetched to {wikitext_directory(path)}, and no training split is there", f"remove it and try again, or {advice}"
         )
     texts = {split: (RowText(f"{WIKITEXT}/{split}", None, files=paths),) if paths else () for split, paths in files.items()}
     train = RowText(f"{WIKITEXT}/train", None, files=files["train"], select=select if select > 0 else -1)
@@ -87,7 +87,7 @@ def check_wikitext(path: str, advice: str) -> None:
         return
     what = f"--dataset {WIKITEXT}: {wikitext_directory(path)} has no files of it"
     if importlib.util.find_spec("datasets") is None:
-        raise DataError(f"{what}, and fetching them needs the datasets package; pip install -e '.[hf]', or {advice}")
+        raise DataError(f"{what}, and fetching them needs the datasets package", f"pip install -e '.[hf]', or {advice}")
     check_hub(what, advice)
 
 
@@ -97,7 +97,7 @@ def _fetch_wikitext(directory: Path, advice: str) -> None:
     try:
         datasets.load_dataset(_REPOSITORY, _NAME, cache_dir=str(directory))
     except Exception as error:  # the package passes on whatever its many parts raise
-        raise DataError(f"{_REPOSITORY} could not be fetched: {_first_line(error)}; {advice}") from error
+        raise DataError(f"{_REPOSITORY} could not be fetched: {_first_line(error)}", f"{advice}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -116,9 +116,9 @@ def check_hub(what: str, advice: str) -> None:
     """
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
-        raise DataError(f"{what}, and HF_HUB_OFFLINE forbids asking {host}; {advice}")
+        raise DataError(f"{what}, and HF_HUB_OFFLINE forbids asking {host}", f"{advice}")
     if reason := _probe(host):
-        raise DataError(f"{what}, and {host} cannot be reached ({reason}); {advice}")
+        raise DataError(f"{what}, and {host} cannot be reached ({reason})", f"{advice}")
 
 
 def _probe(host: str) -> str:
@@ -170,11 +170,11 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
         return
     if has_tokenizer(Path(name)):
         raise DataError(
-            f"takes a name of the Hub, and {name} is a directory of this machine; give it with --tokenizer-path {name}", flag="--tokenizer"
+            f"takes a name of the Hub, and {name} is a directory of this machine", f"give it with --tokenizer-path {name}", flag="--tokenizer"
         )
     what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or location}"
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install -e '.[hf]', or {advice}")
+        raise DataError(f"{what}, and fetching it needs the huggingface_hub package", f"pip install -e '.[hf]', or {advice}")
     check_hub(what, advice)
 
 
@@ -195,5 +195,5 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
                     hf_hub_download(name, each, local_dir=str(location))
             hf_hub_download(name, TOKENIZER_FILE, local_dir=str(location))
         except Exception as error:  # the package passes on whatever its many parts raise
-            raise DataError(f"could not be fetched: {_first_line(error)}; {advice}", flag="--tokenizer", value=name) from error
+            raise DataError(f"could not be fetched: {_first_line(error)}", f"{advice}", flag="--tokenizer", value=name) from error
     return location

@@ -54,7 +54,7 @@ def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
                 converted = converted.resize((size, size), Image.Resampling.BICUBIC)
             return np.asarray(converted, np.float32).reshape(size, size, channels)
     except Exception as error:  # decoders raise errors of many types for malformed files
-        raise DataError(f"{file} is not an image that Pillow can read: {error}; remove it") from None
+        raise DataError(f"{file} is not an image that Pillow can read: {error}", "remove it") from None
 
 
 def _in_bytes(image: Any) -> Any:

@@ -84,7 +84,8 @@ class ImageArray:
             if values.min() < 0 or values.max() > 255:
                 raise DataError(
                     f"integers in the images of {self.path} must be from 0 to 255, got {values.min()} to {values.max()} in image "
-                    f"{self._chosen[number]}; scale them, or give floats from -1 to 1"
+                    f"{self._chosen[number]}",
+                    "scale them, or give floats from -1 to 1",
                 )
             values = values.astype(np.float32) / np.float32(127.5) - np.float32(1)
         return values.astype(np.float32).reshape(shape.size, shape.size, shape.channels)
@@ -177,7 +178,7 @@ def split_directories(path: str, objective: Objective, flag: str = "--dataset-pa
         return {}
     if len(of_splits) < len(folders) or any(len(names) > 1 for names in by_split.values()):
         raise DataError(
-            f"must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
+            f"must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}",
             f"name the folder of the classes, as in {flag} {root / by_split['train'][0]}",
             flag=flag,
             value=path,
@@ -224,19 +225,19 @@ def _chosen(count: int, held: bool | None) -> npt.NDArray[np.int64]:
 def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], npt.NDArray[np.int32]]:
     """Return the files of a directory of classes, and their labels."""
     if importlib.util.find_spec("PIL") is None:
-        raise DataError(f"reading the images of {flag} {root} needs Pillow; pip install -e '.[images]', or give an .npz of arrays")
+        raise DataError(f"reading the images of {flag} {root} needs Pillow", "pip install -e '.[images]', or give an .npz of arrays")
     channels = 0 if objective.image is None else objective.image.channels
     if channels not in MODES:
         raise DataError(
-            f"files of images are read with 1, 3 or 4 channels, and the config's num_channels is {channels}; give an .npz of arrays as {flag}"
+            f"files of images are read with 1, 3 or 4 channels, and the config's num_channels is {channels}", f"give an .npz of arrays as {flag}"
         )
     folders = _subfolders(root)
     names = [each.name for each in folders]
     by_name = bool(names) and set(names) <= set(objective.labels)
     if not by_name and len(names) != objective.num_labels:
         raise DataError(
-            f"must have a folder for each of the {objective.num_labels} classes of the config, got {len(names)}: "
-            f"{', '.join(names[:8]) or 'none'}; set num_labels, or call them as id2label does",
+            f"must have a folder for each of the {objective.num_labels} classes of the config, got {len(names)}: {', '.join(names[:8]) or 'none'}",
+            "set num_labels, or call them as id2label does",
             flag=flag,
             value=root,
         )
@@ -247,7 +248,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
         files += images
         labels += [objective.labels.index(folder.name) if by_name else number] * len(images)
     if not files:
-        raise DataError("has no image; give a directory with a folder of images for each class", flag=flag, value=root)
+        raise DataError("has no image", "give a directory with a folder of images for each class", flag=flag, value=root)
     return files, np.array(labels, np.int32)
 
 
@@ -269,31 +270,34 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
                 images, labels = archive["images"], archive["labels"]
     except Exception as error:  # errors have many types: NumPy evaluates a header as Python, and decoders meet malformed data
         raise DataError(
-            f"is not a file of images: {error}; give an .npz with images and labels, an .npy together with {beside.name}, or a "
-            "directory with a folder for each class",
+            f"is not a file of images: {error}",
+            f"give an .npz with images and labels, an .npy together with {beside.name}, or a directory with a folder for each class",
             flag=flag,
             value=path,
         ) from None
     if images.dtype.kind not in "biuf":
-        raise DataError(f"must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them", flag=flag, value=path)
+        raise DataError(
+            f"must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}", "convert them", flag=flag, value=path
+        )
     wanted = (shape.size, shape.size, shape.channels)
     if images.shape[1:] not in ((wanted[:2], wanted) if shape.channels == 1 else (wanted,)):
         raise DataError(
-            f"must have images (n, {', '.join(map(str, wanted))}), got {images.shape}; "
+            f"must have images (n, {', '.join(map(str, wanted))}), got {images.shape}",
             "resize the images, or set image_size and num_channels in the config",
             flag=flag,
             value=path,
         )
     if labels.shape != images.shape[:1]:
         raise DataError(
-            f"must have a label for each image, got {len(images)} images and labels {labels.shape}; correct one of them", flag=flag, value=path
+            f"must have a label for each image, got {len(images)} images and labels {labels.shape}", "correct one of them", flag=flag, value=path
         )
     is_whole = np.issubdtype(labels.dtype, np.integer)
     wrong = np.flatnonzero((labels < 0) | (labels >= objective.num_labels)) if is_whole else np.arange(0)
     if not is_whole or len(wrong):
         got = f"{labels[wrong[0]]} for image {wrong[0]}" if is_whole else f"{labels.dtype}"
         raise DataError(
-            f"must have whole labels from 0 to {objective.num_labels - 1}, got {got}; fix them, or set num_labels in the config",
+            f"must have whole labels from 0 to {objective.num_labels - 1}, got {got}",
+            "fix them, or set num_labels in the config",
             flag=flag,
             value=path,
         )

@@ -50,7 +50,7 @@ class Record:
             what = f"{type(value).__name__} there" if key in self.values else f"the keys {', '.join(self.values) or 'none'}"
             if hint := format_hint(self.values):
                 raise DataError(f'{self.where} must have a string under "{key}", got {hint}')
-            raise DataError(f'{self.where} must have a string under "{key}", got {what}; fix or remove the line')
+            raise DataError(f'{self.where} must have a string under "{key}", got {what}', "fix or remove the line")
         return clean(value)
 
 
@@ -82,10 +82,10 @@ class JsonLines:
                 values = decoded(line)
             except ValueError as error:
                 _check_begin(line, position, is_first=not number)
-                raise DataError(f"{where} is not JSON: {error}; fix or remove the line") from None
+                raise DataError(f"{where} is not JSON: {error}", "fix or remove the line") from None
             if not isinstance(values, dict):
                 _check_begin(line, position, is_first=not number)
-                raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; fix or remove the line')
+                raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}', "fix or remove the line")
             yield Record(values, where)
 
     @property
@@ -153,7 +153,7 @@ def _check_begin(line: str, position: _Position, *, is_first: bool) -> None:
     if (is_first or position.number == 1) and (is_array or line.strip() == "{"):
         file = position.file
         what, program = ("one array", ".[]") if is_array else ("objects over several lines", ".")
-        raise DataError(f"{file} holds {what} instead of an object per line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
+        raise DataError(f"{file} holds {what} instead of an object per line", f"convert it, for example with jq -c '{program}' {file} > lines.jsonl")
 
 
 def _decoded(line: bytes, position: _Position, encoding: str) -> str:
@@ -161,7 +161,7 @@ def _decoded(line: bytes, position: _Position, encoding: str) -> str:
     try:
         return line.decode(encoding)
     except UnicodeDecodeError as error:
-        raise DataError(f"{position} is not text in UTF-8: {error.reason} at its byte {error.start}; fix or remove the line") from None
+        raise DataError(f"{position} is not text in UTF-8: {error.reason} at its byte {error.start}", "fix or remove the line") from None
 
 
 def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLines | None]:
@@ -186,9 +186,9 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         if train.is_empty:
             train = replace(train, split="all")
     if train.is_empty:
-        raise DataError("has no line; give a file with an object per line", flag="--dataset-path", value=path)
+        raise DataError("has no line", "give a file with an object per line", flag="--dataset-path", value=path)
     if val_path and validation.is_empty:
-        raise DataError("has no line; give a file with an object per line", flag="--val-path", value=val_path)
+        raise DataError("has no line", "give a file with an object per line", flag="--val-path", value=val_path)
     return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 
@@ -200,7 +200,7 @@ def line_files(path: str, flag: Literal["--dataset-path", "--val-path"] = "--dat
     """
     found = (scored_files if flag == "--val-path" else data_files)(path, flag, _has_lines, _has_lines)
     if not found.train:
-        raise DataError(f"has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file", flag=flag, value=path)
+        raise DataError(f"has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}", "name the file", flag=flag, value=path)
     return found
 
 

@@ -86,7 +86,7 @@ def _snapshot(listing: Listing) -> str:
         return head
     if len(folders) > 1:
         raise DataError(
-            f"has {len(folders)} snapshots of a repository; name one, as in {listing.root}/{folders[0]}", flag=listing.flag, value=listing.root
+            f"has {len(folders)} snapshots of a repository", f"name one, as in {listing.root}/{folders[0]}", flag=listing.flag, value=listing.root
         )
     return folders[0]
 
@@ -99,7 +99,8 @@ def _card_config(listing: Listing) -> CardConfig | None:
         name = configs[0].folder or next(iter(configs[0].patterns.values()))[0]
         raise DataError(
             f"the card of {listing.where} has {len(configs)} configs, {', '.join(each.name for each in configs[:8])}, and "
-            f"{'no default' if not defaults else 'several defaults'}; pass the files of one, as in {listing.flag} '{listing.root}/{name}'"
+            f"{'no default' if not defaults else 'several defaults'}",
+            f"pass the files of one, as in {listing.flag} '{listing.root}/{name}'",
         )
     return defaults[0] if defaults else None
 
@@ -119,7 +120,7 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
         present = {split: names for split, names in by_split.items() if names}
         if not present:
             missing = next(iter(config.patterns.values()))[0]
-            raise DataError(f"the card of {listing.where} names {missing}, and no such file with data is there; copy the directory again")
+            raise DataError(f"the card of {listing.where} names {missing}, and no such file with data is there", "copy the directory again")
         splits = named_splits(listing, layout, present)
     taken = {*splits.train, *splits.validation, *splits.test, *splits.others}
     return replace(splits, layout=layout, others=splits.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(name)))
@@ -136,8 +137,8 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     for (split, count), there in numbers.items():
         if len(there) < count:
             raise DataError(
-                f"has {len(there)} of the {count} shards of {split}; copy the missing ones, or pass those that are there, as in "
-                f"{listing.flag} '{listing.root}/data/{split}-*'",
+                f"has {len(there)} of the {count} shards of {split}",
+                f"copy the missing ones, or pass those that are there, as in {listing.flag} '{listing.root}/data/{split}-*'",
                 flag=listing.flag,
                 value=listing.root,
             )
@@ -160,7 +161,8 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     for name, splits in marked.items():
         if "train" in splits and len(splits) > 1:
             raise DataError(
-                f"has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}; {_advice(listing, name)}",
+                f"has {name}, whose name belongs to the splits {' and '.join(sorted(splits))}",
+                f"{_advice(listing, name)}",
                 flag=listing.flag,
                 value=listing.root,
             )
@@ -175,8 +177,8 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
         return None  # coincidence: no file is for validation or test
     elif len(others) >= len(marked) and kept_apart:
         raise DataError(
-            f"has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
-            f"or {listing.flag} '{listing.root}/**' to train on all",
+            f"has {named(train)} for training by name, and {named(others)} of no split",
+            f"{_advice(listing, train[0])}, or {listing.flag} '{listing.root}/**' to train on all",
             flag=listing.flag,
             value=listing.root,
         )
@@ -193,7 +195,8 @@ def _check_configs(listing: Listing, train: Sequence[str]) -> None:
     folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))
     if len(folders) > 1:
         raise DataError(
-            f"has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}",
+            f"has the configs {', '.join(folders[:8])}",
+            f"name one, as in {listing.flag} {listing.root}/{folders[0]}",
             flag=listing.flag,
             value=listing.root,
         )

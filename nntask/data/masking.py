@@ -69,8 +69,8 @@ def masking_of(tokenizer: Tokenizer | None, vocab_size: int, probability: float,
     mask = None if tokenizer is None else tokenizer.special.mask
     if tokenizer is None or mask is None:
         raise DataError(
-            "a masked language model needs a mask token, and the tokenizer of the data has none or is not known; "
-            "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json to the directory of its tokenizer.json"
+            "a masked language model needs a mask token, and the tokenizer of the data has none or is not known",
+            "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json to the directory of its tokenizer.json",
         )
     check_known(np.array([mask]), tokenizer, vocab_size, "every batch of hidden tokens")
     return Masking(mask, special_ids(tokenizer), min(tokenizer.vocab_size, vocab_size), probability, seed)

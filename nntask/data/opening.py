@@ -69,9 +69,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 _check_tar(path, file.peek(_HEAD_NBYTES))
                 yield file
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is not a whole {kind} file: {error}; copy it again") from None
+        raise DataError(f"{path} is not a whole {kind} file: {error}", "copy it again") from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; copy it again, or leave it out") from None
+        raise DataError(f"cannot read {path}: {error.strerror or error}", "copy it again, or leave it out") from None
 
 
 def lines_in(file: IO[bytes], path: Path) -> Iterable[bytes]:
@@ -101,7 +101,7 @@ def most_unpacked(path: Path) -> int:
 
 def too_large(path: Path) -> DataError:
     """Return the error for a file that unpacks to more than `most_unpacked`."""
-    return DataError(f"{path} unpacks to more than {most_unpacked(path):,} bytes, far more than texts do; unpack it to use it")
+    return DataError(f"{path} unpacks to more than {most_unpacked(path):,} bytes, far more than texts do", "unpack it to use it")
 
 
 def longest_line(path: Path) -> int:
@@ -116,7 +116,7 @@ def check_line(size: int, most: int, path: Path) -> None:
         DataError: the size exceeds `most`.
     """
     if size > most:
-        raise DataError(f"{path} has a line that unpacks to more than {most:,} bytes, and a line is held in memory; unpack the file to use it")
+        raise DataError(f"{path} has a line that unpacks to more than {most:,} bytes, and a line is held in memory", "unpack the file to use it")
 
 
 def check_head(path: Path, head: bytes) -> None:
@@ -133,7 +133,7 @@ def check_head(path: Path, head: bytes) -> None:
 
 def _check_tar(path: Path, head: bytes) -> None:
     if head[_TAR] == b"ustar":
-        raise DataError(f"{path} is a tar archive, which is not read; unpack it with tar -xf, or leave it out")
+        raise DataError(f"{path} is a tar archive, which is not read", "unpack it with tar -xf, or leave it out")
 
 
 def _reader_of(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | None]:

@@ -48,11 +48,11 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":
-        raise UsageError("is already prepared; use it with nntask train --dataset train.bin", flag="--dataset", value="train.bin")
+        raise UsageError("is already prepared", "use it with nntask train --dataset train.bin", flag="--dataset", value="train.bin")
     if spec.dataset == IMAGES:
-        raise UsageError("is read in place; use it with nntask train --dataset images", flag="--dataset", value="images")
+        raise UsageError("is read in place", "use it with nntask train --dataset images", flag="--dataset", value="images")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError("exists; give a new directory", flag="--output", value=output)
+        raise UsageError("exists", "give a new directory", flag="--output", value=output)
     check_writable(output, "--output")
     check_spec(spec)
     spec = with_tokenizer_path(spec)
@@ -71,7 +71,7 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
     except BrokenPipeError:  # of the reader of a report
         raise
     except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
+        raise StorageError(f"cannot write {output}: {error.strerror or error}", "make room or name another --output") from error
     findings = tuple(each for name in counts for each in findings_of(output / name))
     return TokenizedDataset(
         counts["train.bin"], counts["val.bin"], tokenizer.name, tokenizer.vocab_size, (*tokenizer.notes, *(each.sentence for each in findings))

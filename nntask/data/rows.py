@@ -114,7 +114,7 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, v
             counts.check("labels", [line.values], line.where)
             second = line.text("pair") if "pair" in line.values else None
             if second is not None and not objective.has_pairs:
-                raise DataError(f'{line.where} has a "pair" and the first line has none; give all lines one, or none')
+                raise DataError(f'{line.where} has a "pair" and the first line has none', "give all lines one, or none")
             ids, types, is_cut = encoder.row(line.text("text"), second, objective.length)
             check_known(ids, tokenizer, vocab_size, line.where)
             counts.add("rows_cut", is_cut)
@@ -149,6 +149,6 @@ def label_of(line: Record, objective: Objective) -> int:
         return value
     names = f" or one of {', '.join(objective.labels)}" if objective.labels else ""
     raise DataError(
-        f'{line.where} must have a "label", a whole number from 0 to {objective.num_labels - 1}{names}, got {value!r}; '
-        "fix the line, or set num_labels in the config"
+        f'{line.where} must have a "label", a whole number from 0 to {objective.num_labels - 1}{names}, got {value!r}',
+        "fix the line, or set num_labels in the config",
     )

@@ -190,7 +190,8 @@ class BatchStream:
         if self.num_sequences < batch:
             if 0 < select < batch:
                 raise UsageError(
-                    f"leaves fewer sequences than --batch {batch}; raise it to {batch} at least, or use --batch {select}",
+                    f"leaves fewer sequences than --batch {batch}",
+                    f"raise it to {batch} at least, or use --batch {select}",
                     flag="--dataset-select",
                     value=select,
                 )

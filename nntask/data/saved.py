@@ -23,7 +23,7 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
     if DICT in listing.documents:
         names = object_in(listing, DICT).get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise DataError(f"{listing.root}/{DICT} must list its splits, got {listing.documents[DICT][:60]!r}; save the dataset again")
+            raise DataError(f"{listing.root}/{DICT} must list its splits, got {listing.documents[DICT][:60]!r}", "save the dataset again")
         return _rest(listing, named_splits(listing, "save_to_disk", {name: _tables(listing, name) for name in names}, folders=True), is_data)
     if STATE in listing.documents and (tables := _tables(listing, "")):
         return _rest(listing, Splits("save_to_disk", tables), is_data)
@@ -39,7 +39,8 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
     if folders:
         names = ", ".join(folders[:8])
         raise DataError(
-            f"holds {len(folders)} datasets of save_to_disk: {names}; name one, as in {listing.flag} {listing.root}/{folders[0]}",
+            f"holds {len(folders)} datasets of save_to_disk: {names}",
+            f"name one, as in {listing.flag} {listing.root}/{folders[0]}",
             flag=listing.flag,
             value=listing.root,
         )
@@ -61,10 +62,10 @@ def _tables(listing: Listing, folder: str) -> tuple[str, ...]:
     if not isinstance(entries, list) or not all(isinstance(each, dict) and isinstance(each.get("filename"), str) for each in entries):
         return ()
     if state.get("_indices_data_files"):
-        raise DataError(f"{listing.root}/{prefix}{STATE} names a table of indices, which is not read; save flatten_indices() of the dataset")
+        raise DataError(f"{listing.root}/{prefix}{STATE} names a table of indices, which is not read", "save flatten_indices() of the dataset")
     names = tuple(prefix + each["filename"] for each in entries)
     if missing := [name for name in names if name not in listing.files]:
-        raise DataError(f"{listing.root}/{missing[0]} is named in {prefix}{STATE} and is not there; copy the directory again")
+        raise DataError(f"{listing.root}/{missing[0]} is named in {prefix}{STATE} and is not there", "copy the directory again")
     return names
 
 
@@ -77,9 +78,9 @@ def object_in(listing: Listing, name: str) -> Mapping[str, Any]:
     try:
         document = json.loads(listing.documents[name])
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{listing.root}/{name} is not JSON: {error}; copy it again, or remove it") from None
+        raise DataError(f"{listing.root}/{name} is not JSON: {error}", "copy it again, or remove it") from None
     if not isinstance(document, dict):
-        raise DataError(f"{listing.root}/{name} must be an object, got {listing.documents[name][:40]!r}; copy it again, or remove it")
+        raise DataError(f"{listing.root}/{name} must be an object, got {listing.documents[name][:40]!r}", "copy it again, or remove it")
     return document
 
 
@@ -87,7 +88,8 @@ def _rest(listing: Listing, found: Splits, is_data: Callable[[str], bool]) -> Sp
     """Return the splits of saved tables, with all other files as metadata; raise DataError if the wanted form of data cannot be read from tables."""
     if not all(is_data(name) for name in found.train):
         raise DataError(
-            "holds tables of save_to_disk, which this dataset does not read; use --dataset text or --dataset jsonl",
+            "holds tables of save_to_disk, which this dataset does not read",
+            "use --dataset text or --dataset jsonl",
             flag=listing.flag,
             value=listing.root,
         )

@@ -95,14 +95,14 @@ def first_sentinel(tokenizer: Tokenizer | None, vocab_size: int, count: int) -> 
         if is_down and inner.token_to_id(f"<extra_id_{count - 1}>") is not None:
             return int(own)
         raise DataError(
-            f"the tokenizer must have sentinels {_FIRST} to <extra_id_{count - 1}>, each with an id one below that of the sentinel before; "
-            "lower --seq-len"
+            f"the tokenizer must have sentinels {_FIRST} to <extra_id_{count - 1}>, each with an id one below that of the sentinel before",
+            "lower --seq-len",
         )
     taken = 0 if tokenizer is None else tokenizer.vocab_size
     if taken + count > vocab_size:
         raise DataError(
-            f"corrupted spans take {count} sentinels, the last ids of the model's vocabulary of {vocab_size}, of which the tokenizer uses {taken}; "
-            "raise vocab_size in the config, or lower --seq-len"
+            f"corrupted spans take {count} sentinels, the last ids of the model's vocabulary of {vocab_size}, of which the tokenizer uses {taken}",
+            "raise vocab_size in the config, or lower --seq-len",
         )
     return vocab_size - 1
 

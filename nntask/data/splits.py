@@ -140,7 +140,8 @@ def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str
     if len(exact) > 1:
         passed = f"{listing.root}/{exact[0]}" if folders else f"'{listing.root}/{_pattern(by_split[exact[0]])}'"
         raise DataError(
-            f"has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training; pass one, as in {listing.flag} {passed}",
+            f"has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training",
+            f"pass one, as in {listing.flag} {passed}",
             flag=listing.flag,
             value=listing.root,
         )
@@ -148,7 +149,8 @@ def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str
     for name, files in by_split.items():
         if shared := set(by_split.get(chosen, ())) & set(files) if name != chosen else ():
             raise DataError(
-                f"has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE",
+                f"has {min(shared)} in the splits {chosen} and {name}",
+                f"pass the files that are to train, as in {listing.flag} FILE",
                 flag=listing.flag,
                 value=listing.root,
             )

@@ -188,7 +188,7 @@ def check_tables(files: Sequence[Path]) -> None:
     """
     tables = [file for file in files if is_table(file.name)]
     if tables and importlib.util.find_spec("pyarrow") is None:
-        raise DataError(f"reading {tables[0]} needs the pyarrow package; pip install -e '.[hf]', or save the texts as files")
+        raise DataError(f"reading {tables[0]} needs the pyarrow package", "pip install -e '.[hf]', or save the texts as files")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -207,13 +207,13 @@ def _batches(file: Path, columns_of: Callable[[Any], list[str]]) -> Iterator[Any
             magic = head.read(_MAGIC_NBYTES)
         check_head(file, magic)
         if magic.startswith(b"FEA1"):
-            raise DataError(f"{file} is a file of Feather 1, which is not read; write it again with pyarrow.feather.write_feather, or as parquet")
+            raise DataError(f"{file} is a file of Feather 1, which is not read", "write it again with pyarrow.feather.write_feather, or as parquet")
         schema, batches = _opened(file, magic)
         yield from batches(columns_of(schema))
     except pa.ArrowException as error:
-        raise DataError(f"{file} is not a whole {file.suffix[1:]} file: {str(error).splitlines()[0]}; copy it again") from None
+        raise DataError(f"{file} is not a whole {file.suffix[1:]} file: {str(error).splitlines()[0]}", "copy it again") from None
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}; copy it again") from None
+        raise DataError(f"cannot read {file}: {error.strerror or error}", "copy it again") from None
 
 
 def _text_column(file: Path, schema: Any) -> str:
@@ -223,11 +223,11 @@ def _text_column(file: Path, schema: Any) -> str:
     names = schema.names
     column = _COLUMN if _COLUMN in names else names[0] if len(names) == 1 else None
     if column is None:
-        raise DataError(f"{file} has the columns {', '.join(names)} and none is called {_COLUMN}; keep one of them, or call it {_COLUMN}")
+        raise DataError(f"{file} has the columns {', '.join(names)} and none is called {_COLUMN}", f"keep one of them, or call it {_COLUMN}")
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise DataError(f"the column {column} of {file} holds {kind}, and texts are needed; give files with a column of strings")
+        raise DataError(f"the column {column} of {file} holds {kind}, and texts are needed", "give files with a column of strings")
     return str(column)
 
 
@@ -299,6 +299,6 @@ def _check_unpacked(file: Path, about: Any) -> None:
             column = about.row_group(group).column(at)
             if column.total_uncompressed_size > most:
                 raise DataError(
-                    f"the column {column.path_in_schema} of {file} unpacks to {column.total_uncompressed_size:,} bytes, far more than the file; "
-                    "write it in smaller row groups"
+                    f"the column {column.path_in_schema} of {file} unpacks to {column.total_uncompressed_size:,} bytes, far more than the file",
+                    "write it in smaller row groups",
                 )

@@ -205,7 +205,7 @@ def check_texts(texts: Collection[Text], path: str, flag: str) -> None:
         wrong = _what_is_wrong(head)
         if wrong:
             which = f"{flag} {path}" if text.path == Path(path) else f"{text.path} in {flag} {path}"
-            raise DataError(f"{which} is not text in UTF-8: {wrong}; convert it, or leave it out (the tokenizer bytes takes any file)")
+            raise DataError(f"{which} is not text in UTF-8: {wrong}", "convert it, or leave it out (the tokenizer bytes takes any file)")
 
 
 def _what_is_wrong(head: bytes) -> str:

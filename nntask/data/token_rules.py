@@ -180,7 +180,7 @@ def _panics(where: object) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"the tokenizer in {where} fails at a text ({str(error)[:100]}); change the text, or name another tokenizer") from None
+        raise DataError(f"the tokenizer in {where} fails at a text ({str(error)[:100]})", "change the text, or name another tokenizer") from None
 
 
 class TokenService:

@@ -47,7 +47,7 @@ class ByteTokenizer:
 
     def __init__(self, vocab_size: int = _NUM_BYTES + 1, files: Mapping[str, str] | None = None) -> None:
         if vocab_size < _NUM_BYTES:
-            raise DataError(f"plain bytes need a vocabulary of at least {_NUM_BYTES}, the model has {vocab_size}; raise vocab_size in the config")
+            raise DataError(f"plain bytes need a vocabulary of at least {_NUM_BYTES}, the model has {vocab_size}", "raise vocab_size in the config")
         self.vocab_size = min(vocab_size, _NUM_BYTES + 1)
         self.end_of_text = self.begin_of_text = _NUM_BYTES if vocab_size > _NUM_BYTES else ord("\n")
         self.special = Special(self.begin_of_text, (self.end_of_text,), files or {})
@@ -164,8 +164,9 @@ class BpeTokenizer:
         """
         if not self.special.eos:
             raise DataError(
-                f"no file at {self._where} declares the token that ends a text; copy its model's tokenizer_config.json next to {TOKENIZER_FILE}, or "
-                f'write one, for example {{"eos_token": "</s>"}} with a token that is there'
+                f"no file at {self._where} declares the token that ends a text",
+                f"copy its model's tokenizer_config.json next to {TOKENIZER_FILE}, or "
+                f'write one, for example {{"eos_token": "</s>"}} with a token that is there',
             )
         return self.special.eos[0]
 
@@ -238,8 +239,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, 
     if vocab_size - num_free <= _NUM_BYTES:
         sentinels = f", {num_free} of them sentinels" if num_free else ""
         raise DataError(
-            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{sentinels}, the model has {vocab_size}; "
-            f"raise vocab_size in the config{' or use --tokenizer bytes' if vocab_size >= _NUM_BYTES else ''}"
+            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{sentinels}, the model has {vocab_size}",
+            f"raise vocab_size in the config{' or use --tokenizer bytes' if vocab_size >= _NUM_BYTES else ''}",
         )
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

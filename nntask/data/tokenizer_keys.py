@@ -68,12 +68,13 @@ def check_keys(inner: Any, rules: TokenRules, objects: Mapping[str, Mapping[str,
         if type(value) is bool and value != given:
             raise DataError(
                 f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so they "
-                "cut texts into different tokens; set both to the value that the model was trained with"
+                "cut texts into different tokens",
+                "set both to the value that the model was trained with",
             )
     if config.get("fix_mistral_regex") is True:
         raise DataError(
-            f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words; load and save "
-            "the tokenizer with transformers, and remove the key"
+            f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words",
+            "load and save the tokenizer with transformers, and remove the key",
         )
     return (*_around(inner, rules, config), *_unknown(objects))
 

@@ -66,8 +66,8 @@ def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
     if known_rule is None or (known_rule == "bert") != is_words:
         files = " and ".join(file.name for file in vocabulary_of(directory))
         raise DataError(
-            f"{directory} has {files} and no tokenizer.json, and nntask does not know how a {name} cuts texts into words; write one with: "
-            f"{conversion(directory)}"
+            f"{directory} has {files} and no tokenizer.json, and nntask does not know how a {name} cuts texts into words",
+            f"write one with: {conversion(directory)}",
         )
     return known_rule
 
@@ -93,7 +93,7 @@ def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:
             vocab, merges = models.BPE.read_file(*files)
             inner = Tokenizer(models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False))
     except Exception as error:  # the package raises bare Exception for any broken file
-        raise DataError(f"{' and '.join(files)} are not a vocabulary: {error}; copy the files again") from None
+        raise DataError(f"{' and '.join(files)} are not a vocabulary: {error}", "copy the files again") from None
     if rule == "bert":
         inner.normalizer = normalizers.BertNormalizer(
             clean_text=True,

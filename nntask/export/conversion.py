@@ -164,7 +164,7 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
     for pattern in asked.keep:
         if not any(fnmatchcase(name, pattern) for name in shapes):
             raise UsageError(
-                f"fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it", flag="--keep", value=pattern
+                f"fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}", "correct it, or drop it", flag="--keep", value=pattern
             )
     kinds, formats = {}, source.formats()
     for name, shape in shapes.items():
@@ -195,8 +195,8 @@ def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]
     if grown := [name for name, kind in kinds.items() if kind in ENCODED_FORMATS and name in formats and nbytes(kind) > nbytes(formats[name])]:
         name, more = grown[0], f" and {len(grown) - 1} more" if len(grown) > 1 else ""
         raise UsageError(
-            f"{path} has {name}{more} in {formats[name]} already, and in {kinds[name]} they would be larger and no better; use the model that it was "
-            f"made from, or let them stay with --keep, names or patterns such as {name}"
+            f"{path} has {name}{more} in {formats[name]} already, and in {kinds[name]} they would be larger and no better",
+            f"use the model that it was made from, or let them stay with --keep, names or patterns such as {name}",
         )
 
 
@@ -272,5 +272,5 @@ def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[
     """Return values of a weight in the element type of their range; raise Diverged or UsageError if one is not finite or too large."""
     values = as_stored(name, piece, dtype, shown=kind, advice="use --type bf16 or f32")
     if kind in _LARGEST_SCALED and max(-values.min(), values.max()) > _LARGEST_SCALED[kind]:
-        raise UsageError(f"{name} holds values too large for a scale of {kind}; let it stay: --keep {name}")
+        raise UsageError(f"{name} holds values too large for a scale of {kind}", f"let it stay: --keep {name}")
     return values

@@ -76,7 +76,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
             blocks = {name: located[here[name]].blocks() for name in staying(source, kinds)}
             copy_weights(source, {name: located[short].values() for name, short in here.items()}, blocks, kinds, asked)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", "make room or name another file") from error
     weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name not in ALL_FACTORS)
     return Converted(source.nbytes, sum(nbytes_of(*each) for each in tensors.values()), weights, stayed, tuple(notes))
 
@@ -87,7 +87,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     architecture = architecture_for(config.model_type)
     if architecture is None:
         families = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.model_types}))
-        raise UsageError(f"{source.path} is a {config.model_type}, and GGUF files can only be written of {families}; write a directory instead")
+        raise UsageError(f"{source.path} is a {config.model_type}, and GGUF files can only be written of {families}", "write a directory instead")
     values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
     values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
     metadata = metadata_of(values, architecture)
@@ -101,7 +101,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     if not is_same_model(again, config):
         ours = {field.name: getattr(config, field.name) for field in fields(config)} | config.to_dict()
         keys = differing_keys(config, again) if type(config) is type(again) else ["model_type"]
-        raise UsageError(f"{advice} {', '.join(f'{key} {ours[key]}' for key in keys)}; write a directory instead")
+        raise UsageError(f"{advice} {', '.join(f'{key} {ours[key]}' for key in keys)}", "write a directory instead")
     return architecture, metadata
 
 
@@ -109,7 +109,7 @@ def _placed(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tu
     """Return the name and the shape of a tensor in a GGUF file."""
     short = architecture.name_here(name)
     if short is None:
-        raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}; write a directory instead")
+        raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}", "write a directory instead")
     return short, shape[::-1] if architecture.is_transposed(short) else shape
 
 

@@ -101,7 +101,7 @@ def check_apart(path: Path, source: Path, what: str = "the source") -> None:
     """
     ours, theirs = path.resolve(), source.resolve()
     if ours == theirs or theirs in ours.parents or ours in theirs.parents:
-        raise UsageError(f"{path} must not be, contain or lie in {source}, which is {what}; name another place")
+        raise UsageError(f"{path} must not be, contain or lie in {source}, which is {what}", "name another place")
 
 
 def check_new_file(path: Path, kind: str, is_kind: Callable[[Path], bool], *, force: bool, instead: str = "replace it with --force") -> None:
@@ -119,9 +119,9 @@ def check_new_file(path: Path, kind: str, is_kind: Callable[[Path], bool], *, fo
     """
     if os.path.lexists(path):
         if not force:
-            raise UsageError(f"{path} exists; name another file, or {instead}")
+            raise UsageError(f"{path} exists", f"name another file, or {instead}")
         if path.is_symlink() or not is_kind(path):
-            raise UsageError(f"{path} exists and is not {kind}, the only kind overwritten; name another file, or remove it")
+            raise UsageError(f"{path} exists and is not {kind}, the only kind overwritten", "name another file, or remove it")
     check_writable(path, "")
 
 
@@ -133,22 +133,22 @@ def check_replaceable(path: Path, *, force: bool) -> None:
     """
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if path.is_symlink() or not there.is_dir():
-        raise UsageError(f"{there} is not a directory; name another one")
+        raise UsageError(f"{there} is not a directory", "name another one")
     check_writable(path, "")
     if there != path:
         return
     if not force:
-        raise UsageError(f"{path} exists; name another directory, or replace it with --force")
+        raise UsageError(f"{path} exists", "name another directory, or replace it with --force")
     if surplus := sorted(entry.name for entry in path.iterdir() if not _OURS.fullmatch(entry.name) or entry.is_symlink() or not entry.is_file()):
         raise UsageError(
-            f"{path} has {surplus[0]}, and --force replaces directories that hold a model and nothing else; name another directory, or move it away"
+            f"{path} has {surplus[0]}, and --force replaces directories that hold a model and nothing else", "name another directory, or move it away"
         )
     if (path / CONFIG).exists():
         kind = read_object(path / CONFIG, "the config").get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise UsageError(f"{path} holds a model of type {kind!r}, and --force replaces those of {', '.join(FAMILIES)}; name another directory")
+            raise UsageError(f"{path} holds a model of type {kind!r}, and --force replaces those of {', '.join(FAMILIES)}", "name another directory")
     elif any(path.iterdir()) and not (path / ADAPTER_CONFIG).exists():
-        raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only; name another directory, or remove this one")
+        raise UsageError(f"{path} has no {CONFIG}, and --force replaces model directories only", "name another directory, or remove this one")
 
 
 def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
@@ -193,7 +193,7 @@ def write_directory(path: Path, write: Callable[[Path], Done]) -> Done:
             new.mkdir()
             return write(new)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another directory") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", "make room or name another directory") from error
 
 
 def kind_of(kinds: set[np.dtype[Any]], dtype: str) -> np.dtype[Any]:
@@ -213,7 +213,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     try:
         shapes = shapes_of(config.names.to_hf(blanks({name: each.shape for name, each in weights.items()}), config))
     except KeyError as error:
-        raise DataError(f"the checkpoint lacks {error}, which its config asks for; use another checkpoint") from None
+        raise DataError(f"the checkpoint lacks {error}, which its config asks for", "use another checkpoint") from None
     ranges: dict[str, FileRange] = {}
     shards = _shards(shapes, kind, shard_nbytes)
     for name, members in shards.items():
@@ -301,8 +301,8 @@ def as_stored(
         values: npt.NDArray[Any] = piece.astype(kind, copy=False)
     if first_not_finite(values) is not None:
         if first_not_finite(piece) is None:
-            raise UsageError(f"{name} holds values too large for {shown or kind.name}; {advice}")
-        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint, or another model")
+            raise UsageError(f"{name} holds values too large for {shown or kind.name}", f"{advice}")
+        raise Diverged(f"{name} holds values that are not finite", "use an earlier checkpoint, or another model")
     return values
 
 

@@ -48,7 +48,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     """
     lora = adapters_of(stored_settings(source))
     if lora is None:
-        raise UsageError(f"{source.path} holds a whole model and no adapters; export the model")
+        raise UsageError(f"{source.path} holds a whole model and no adapters", "export the model")
     check_target(path, source, force=force)
     source.verify(MODEL)
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: only its path is exported

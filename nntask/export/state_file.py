@@ -22,7 +22,7 @@ def check_state_file(path: Path, *, force: bool, instead: str = "replace it with
         UsageError: the path lies in a checkpoint, or `check_new_file` refuses it.
     """
     if (path.parent / STATE).exists():
-        raise UsageError(f"{path} lies in a checkpoint, which nothing but training writes; name a file elsewhere")
+        raise UsageError(f"{path} lies in a checkpoint, which nothing but training writes", "name a file elsewhere")
     check_new_file(path, "a safetensors file", _is_safetensors, force=force, instead=instead)
 
 
@@ -63,6 +63,6 @@ def export_state(source: Checkpoint, path: Path, *, content: Literal["weights", 
                 for window, piece in pieces(each, kinds[name]):
                     targets[name][window].write(as_stored(name, piece, kinds[name]))
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", "make room or name another file") from error
     sizes = {name: prod(each.shape) for name, each in ranges.items()}
     return Exported((path.name,), sum(size * kinds[name].itemsize for name, size in sizes.items()), sum(sizes.values()))

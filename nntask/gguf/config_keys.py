@@ -92,10 +92,10 @@ def config_from(
     """
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
-        raise DataError(f"general.architecture in {source} must be one of {', '.join(ARCHITECTURES)}, got {name[:60]!r}; use such a model")
+        raise DataError(f"general.architecture in {source} must be one of {', '.join(ARCHITECTURES)}, got {name[:60]!r}", "use such a model")
     embedding = shapes.get(EMBEDDING)
     if embedding is None or len(embedding) != 2:
-        raise DataError(f"{source} has no matrix {EMBEDDING}, which every model has; convert the model again, or use another file")
+        raise DataError(f"{source} has no matrix {EMBEDDING}, which every model has", "convert the model again, or use another file")
     tensors = _Tensors(shapes, rotary_factors, HEAD not in shapes or ties)
     keys = Keys(metadata, name, source)
     values, unread = _READERS[name](keys, tensors), keys.check_rest()
@@ -124,11 +124,11 @@ def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: s
         shape = shapes.get(tensor)
         if shape is not None and (axis >= len(shape) or shape[axis] != expected):
             raise StorageError(
-                f"{name}.{key} in {source} is {value}, and {tensor} has shape {shape}; copy the file again, or convert the model again"
+                f"{name}.{key} in {source} is {value}, and {tensor} has shape {shape}", "copy the file again, or convert the model again"
             )
     count = values.get("num_hidden_layers", values.get("n_layer"))
     if count != len(blocks):
-        raise StorageError(f"{name}.block_count in {source} is {count}, and there are tensors of {len(blocks)} blocks; copy the file again")
+        raise StorageError(f"{name}.block_count in {source} is {count}, and there are tensors of {len(blocks)} blocks", "copy the file again")
 
 
 def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:

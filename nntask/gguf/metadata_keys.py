@@ -95,7 +95,7 @@ class Keys:
             value = value[0].item()
         if type(value) not in (int, float) or not np.isfinite(value):
             got = "nothing" if value is None else str(value)[:60]
-            raise DataError(f"{self.name}.{key} in {self._source} must be a finite number, got {got}; convert the model again, or use another file")
+            raise DataError(f"{self.name}.{key} in {self._source} must be a finite number, got {got}", "convert the model again, or use another file")
         return shortest(value) if isinstance(value, float) and abs(value) < 3e38 else value
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -111,7 +111,7 @@ class Keys:
 
     def refusal(self, key: str, value: Any, rule: str) -> DataError:
         """Return the error for a value of a key that nntask does not support."""
-        return DataError(f"{self.name}.{key} in {self._source} must be {rule}, got {str(value)[:60]}; use another file")
+        return DataError(f"{self.name}.{key} in {self._source} must be {rule}, got {str(value)[:60]}", "use another file")
 
     def text(self, key: str) -> str:
         """Return a text; "" if it is missing."""
@@ -158,11 +158,13 @@ class Keys:
                 allowed, meaning = NEUTRAL[key]
                 if not any(np.array_equal(value, each) for each in allowed):
                     raise DataError(
-                        f"{whole} in {self._source} is {str(value)[:60]}: the model has {meaning}, which "
-                        f"nntask's {self.name} does not support; use another model"
+                        f"{whole} in {self._source} is {str(value)[:60]}: the model has {meaning}, which nntask's {self.name} does not support",
+                        "use another model",
                     )
             elif key in _KNOWN.split() or key.startswith(_KNOWN_PREFIXES):
-                raise DataError(f"{whole} in {self._source} changes the model in a way that nntask's {self.name} does not support; use another model")
+                raise DataError(
+                    f"{whole} in {self._source} changes the model in a way that nntask's {self.name} does not support", "use another model"
+                )
             else:
                 unread.append(whole)
         return unread
@@ -190,7 +192,7 @@ def check_kind(metadata: Values, source: str) -> None:
     """
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise DataError(f"general.type in {source} is {str(kind)[:60]!r}, not a model; give the file of a model")
+        raise DataError(f"general.type in {source} is {str(kind)[:60]!r}, not a model", "give the file of a model")
 
 
 def unread_of_others(metadata: Values, name: str) -> list[str]:

@@ -188,7 +188,7 @@ def _factors(shards: Shards, name: str) -> np.ndarray[Any, Any]:
     """Return the values of a tensor of rotary factors; raise DataError unless they are few and fp32, in which llama.cpp computes."""
     file, entry = shards.tensors[name]
     if entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
-        raise DataError(f"{name} in {file.path} must be F32, at most 1 MiB, got {entry.type.name} of {entry.nbytes} bytes; convert the model again")
+        raise DataError(f"{name} in {file.path} must be F32, at most 1 MiB, got {entry.type.name} of {entry.nbytes} bytes", "convert the model again")
     values = np.empty(entry.nbytes // 4, np.float32)
     read_all(file, values.view(np.uint8).data, entry.offset)
     return values

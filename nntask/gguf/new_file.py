@@ -27,7 +27,7 @@ def check_writer() -> None:
         DataError: the package is not installed.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise DataError("writing GGUF files needs the gguf package; pip install -e '.[gguf]', or write a directory")
+        raise DataError("writing GGUF files needs the gguf package", "pip install -e '.[gguf]', or write a directory")
 
 
 def new_gguf(

@@ -115,7 +115,7 @@ def _llama_3(values: Values, size: int, found: np.ndarray[Any, Any]) -> dict[str
     scaling = {**_LLAMA_3, "factor": float(found.max(initial=1))}
     if found.shape != (-(-size // 2),) or not np.allclose(rotary_factors(scaling, values["rope_theta"], size), found, rtol=1e-4):
         raise DataError(
-            "rope_freqs.weight in the file are not the factors of a Llama 3; use a model with plain, linear, YaRN's or Llama 3's rotary scaling"
+            "rope_freqs.weight in the file are not the factors of a Llama 3", "use a model with plain, linear, YaRN's or Llama 3's rotary scaling"
         )
     return scaling
 

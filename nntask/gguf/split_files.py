@@ -60,24 +60,24 @@ def open_shards(path: Path) -> Shards:
     paths = shard_paths(path)
     if len(paths) != count:
         raise DataError(
-            f"{_COUNT} in {path} is {str(count)[:60]}, and by its name there is {len(paths)}; name shards NAME-00001-of-00002{SUFFIX} and so on, "
-            "or join them with llama-gguf-split --merge"
+            f"{_COUNT} in {path} is {str(count)[:60]}, and by its name there is {len(paths)}",
+            f"name shards NAME-00001-of-00002{SUFFIX} and so on, or join them with llama-gguf-split --merge",
         )
     files, tensors = list[GgufFile](), dict[str, tuple[OpenFile, GgufTensor]]()
     for number, shard in enumerate(paths):
         if not shard.is_file():
-            raise DataError(f"{path} is one of {count} shards of a model, and {shard.name} is not in its directory; copy the missing shard")
+            raise DataError(f"{path} is one of {count} shards of a model, and {shard.name} is not in its directory", "copy the missing shard")
         file = named if shard == path else GgufFile(shard)
         if (file.metadata.get(_NUMBER), file.metadata.get(_COUNT)) != (number, count):
             got = f"shard {file.metadata.get(_NUMBER)} of {file.metadata.get(_COUNT)}"
             raise DataError(
-                f"{shard} is {got[:80]} by its metadata, and shard {number} of {count} by its name, counted from 0; copy the shards again"
+                f"{shard} is {got[:80]} by its metadata, and shard {number} of {count} by its name, counted from 0", "copy the shards again"
             )
         if twice := tensors.keys() & file.tensors.keys():
-            raise DataError(f"{min(twice)[:80]} is in {shard} and in a shard before it; copy the shards of one model")
+            raise DataError(f"{min(twice)[:80]} is in {shard} and in a shard before it", "copy the shards of one model")
         tensors |= {name: (file.file, each) for name, each in file.tensors.items()}
         files.append(file)
     expected = files[0].metadata.get(_TENSORS, len(tensors))
     if expected != len(tensors):
-        raise DataError(f"{_TENSORS} in {paths[0]} is {str(expected)[:60]}, and all shards have {len(tensors)}; copy the shards of one model")
+        raise DataError(f"{_TENSORS} in {paths[0]} is {str(expected)[:60]}, and all shards have {len(tensors)}", "copy the shards of one model")
     return Shards(tuple(files), tensors)

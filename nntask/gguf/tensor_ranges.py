@@ -94,7 +94,7 @@ class LocatedTensor:
             file, offset, dtype = self._decoded(file, offset), 0, _ITEM
         if shift := self.architecture.shift(self.name):
             if dtype != _ITEM:
-                raise DataError(f"{self.name} in {self.file.path} has the type {self.type.name}, and norms are F32; convert the model again")
+                raise DataError(f"{self.name} in {self.file.path} has the type {self.type.name}, and norms are F32", "convert the model again")
             file, offset = ShiftedValues(file, offset, shift), 0
         strides = strides_of(self.shape, dtype)
         if self.architecture.is_transposed(self.name) and len(self.shape) == 2:
@@ -124,8 +124,8 @@ class LocatedTensor:
         ours = ", ".join(dict.fromkeys((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS))))
         if importlib.util.find_spec("gguf") is None:
             raise DataError(
-                f"{self.name} in {self.file.path} has the type {self.type.name}, which the gguf package decodes; pip install -e '.[gguf]', "
-                f"or use a file of {ours}"
+                f"{self.name} in {self.file.path} has the type {self.type.name}, which the gguf package decodes",
+                f"pip install -e '.[gguf]', or use a file of {ours}",
             )
         import gguf
 
@@ -133,7 +133,9 @@ class LocatedTensor:
         try:
             gguf.quants.dequantize(np.zeros((1, self.type.block_bytes), np.uint8), number)
         except NotImplementedError:
-            raise DataError(f"{self.name} in {self.file.path} has the type {self.type.name}, which is not read here; use a file of {ours}") from None
+            raise DataError(
+                f"{self.name} in {self.file.path} has the type {self.type.name}, which is not read here", f"use a file of {ours}"
+            ) from None
 
         def decoded(raw: Array) -> Array:
             with np.errstate(all="ignore"):

@@ -43,11 +43,12 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
     """
     if not gpus.devices:
         raise UsageError(
-            "is about GPUs, and none is used; use --attention flash, or continue on a machine with a GPU", flag="--attention", value="cudnn"
+            "is about GPUs, and none is used", "use --attention flash, or continue on a machine with a GPU", flag="--attention", value="cudnn"
         )
     if not _has_frontend():
         raise UsageError(
-            f"needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --attention flash",
+            "needs nvidia-cudnn-frontend, which is not installed",
+            f"{INSTALL_CUDNN}, or begin a run with --attention flash",
             flag="--attention",
             value="cudnn",
         )

@@ -158,7 +158,7 @@ def check_links(request: MachineRequest) -> None:
     """
     if request.link_text and not request.num_simulated:
         value = f"0@{request.link_text}"
-        raise UsageError(f"has a rate of links and no device; use --sim-gpu 1@{request.link_text}", flag="--sim-gpu", value=value)
+        raise UsageError("has a rate of links and no device", f"use --sim-gpu 1@{request.link_text}", flag="--sim-gpu", value=value)
 
 
 def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
@@ -181,7 +181,7 @@ def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
     for flag, value in flags.items():
         if value:
             simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and size is not None and size.share is None else ""
-            raise UsageError(f"is about GPUs, and none is used; {simulated}drop it", flag=flag, value=value)
+            raise UsageError("is about GPUs, and none is used", f"{simulated}drop it", flag=flag, value=value)
 
 
 def _check_update(request: MachineRequest, gpus: GpuPlan) -> None:
@@ -192,7 +192,7 @@ def _check_update(request: MachineRequest, gpus: GpuPlan) -> None:
     """
     if not (gpus.devices or request.num_simulated):
         raise UsageError(
-            "leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1", flag="--update-on", value="cpu"
+            "leaves all but updates to devices, and there is none", "use --update-on device, or add --sim-gpu 1", flag="--update-on", value="cpu"
         )
     check_updaters(request.num_cpu)
 
@@ -206,7 +206,7 @@ def check_updaters(num_cpu: int | None) -> None:
     if num_cpu == 0:
         others = (Setting("--ncpu", 0),)
         raise UsageError(
-            "needs CPU workers, and {0} leaves none; use --ncpu 1, or --update-on device", flag="--update-on", value="cpu", others=others
+            "needs CPU workers, and {0} leaves none", "use --ncpu 1, or --update-on device", flag="--update-on", value="cpu", others=others
         )
 
 
@@ -270,8 +270,8 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         raise UsageError(f"{error}") from error
     except RuntimeError as error:  # an error of CUDA or cuBLAS, or a source that does not compile
         raise UsageError(
-            f"{' and '.join(plan.names)} could not be opened ({error}); see in nvidia-smi whether another program has it, or compute on the CPU with "
-            "--ngpu 0"
+            f"{' and '.join(plan.names)} could not be opened ({error})",
+            "see in nvidia-smi whether another program has it, or compute on the CPU with --ngpu 0",
         ) from error
 
 
@@ -301,7 +301,7 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int) 
     )
     names = ", ".join(sorted(counts))
     if counts and not num_cpu:
-        raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them; add --ncpu 1, or use --ngpu 0")
+        raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them", "add --ncpu 1, or use --ngpu 0")
     return counts
 
 
@@ -313,7 +313,7 @@ def open_nccl(gpus: GpuPlan) -> CupyNccl:
     """
     if not gpus.devices:
         why = gpus.why_none or "no GPU is used, since CuPy is not installed"
-        raise UsageError(f"sends from a GPU, and {why}; use --transport dask", flag="--transport", value="nccl")
+        raise UsageError(f"sends from a GPU, and {why}", "use --transport dask", flag="--transport", value="nccl")
     try:
         return cards.nccl(gpus.devices[0][0])
     except NoGpu as error:

@@ -72,16 +72,16 @@ def _check_directory(directory: Path) -> None:
     if directory.is_file():
         what = "a torch pickle, which is never loaded here" if directory.suffix in _SUFFIXES else "a file"
         how = _conversion(directory.parent, directory.suffix)
-        raise DataError(f"{directory} is {what}; give a directory with {CONFIG} and safetensors, or a GGUF file{how}")
+        raise DataError(f"{directory} is {what}", f"give a directory with {CONFIG} and safetensors, or a GGUF file{how}")
     if not directory.is_dir():
-        raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
+        raise DataError(f"{directory} does not exist", f"give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
     if (directory / ADAPTER_CONFIG).is_file() and (directory / CONFIG).exists():
         raise DataError(
-            f"{directory} has both a model and adapters of PEFT, which transformers would apply; merge them into the model, or move "
-            f"{ADAPTER_CONFIG} to a directory of its own to use the model without them"
+            f"{directory} has both a model and adapters of PEFT, which transformers would apply",
+            f"merge them into the model, or move {ADAPTER_CONFIG} to a directory of its own to use the model without them",
         )
     if (directory / ADAPTER_CONFIG).is_file():
-        raise DataError(f"{directory} has adapters of PEFT and no model; give a model with them merged, as nntask export RUN DIR --merge writes it")
+        raise DataError(f"{directory} has adapters of PEFT and no model", "give a model with them merged, as nntask export RUN DIR --merge writes it")
 
 
 def _conversion(directory: Path, suffix: str = ".bin") -> str:
@@ -170,11 +170,11 @@ class ModelDirectory:
             if known not in placeholders:
                 continue
             if known in theirs:
-                raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight; remove the one that is wrong")
+                raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight", "remove the one that is wrong")
             theirs[known] = name
             shape = expected[ties.get(known, known)]
             if self._shape(name) != shape:
-                raise DataError(f"{name} in {self._where(name)} has shape {self._shape(name)}, {CONFIG} makes it {shape}; copy both from one model")
+                raise DataError(f"{name} in {self._where(name)} has shape {self._shape(name)}, {CONFIG} makes it {shape}", "copy both from one model")
         for tied, name in ties.items():
             if tied in theirs and name not in theirs:
                 theirs[name] = theirs.pop(tied)
@@ -185,8 +185,8 @@ class ModelDirectory:
         for tied, name in ties.items():
             if tied in theirs and tied not in self.config.names.spare and not is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
                 raise DataError(
-                    f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
-                    f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the first'
+                    f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is",
+                    f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the first',
                 )
 
     def _lacking(self, missing: Sequence[str], expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -204,17 +204,18 @@ class ModelDirectory:
         """Raise DataError if a tensor does not belong to the model, is empty, or has a type that is not floating-point."""
         if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
             shape = self.ranges[empty[0]].shape
-            raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and no elements; remove it, or copy the file again")
+            raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and no elements", "remove it, or copy the file again")
         for ours, (name, _) in self.weights().items():
             if ours not in shapes:
                 raise DataError(
                     f"{self._where(name)} has a tensor {name} of shape {self.ranges[name].shape} that a {self.config.to_dict()['model_type']} "
-                    "of this config lacks; remove it, or copy both from one model"
+                    "of this config lacks",
+                    "remove it, or copy both from one model",
                 )
             if self.ranges[name].dtype not in _FLOATS and name not in self.formats:
                 kind = self.ranges[name].dtype.name
                 raise DataError(
-                    f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16; convert it, or copy the right one"
+                    f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16", "convert it, or copy the right one"
                 )
 
     def weights(self) -> dict[str, tuple[str, Stored]]:
@@ -279,7 +280,7 @@ def weight_ranges(path: Path) -> dict[str, FileRange]:
     ranges, formats = stored_ranges(path)
     if formats:
         name, kind = next(iter(formats.items()))
-        raise DataError(f"{name} in {path} is quantised as {kind.name}, which only nntask's own models support; use the original weights")
+        raise DataError(f"{name} in {path} is quantised as {kind.name}, which only nntask's own models support", "use the original weights")
     return ranges
 
 
@@ -300,7 +301,7 @@ def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockForm
             formats.update(formats_in(file.metadata, in_file, file.path))
         if tensors is not None and (wrong := sorted(tensors ^ set(in_file))):
             where = "has a tensor" if wrong[0] in in_file else "lacks the tensor"
-            raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
+            raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise", "copy the directory again")
         ranges.update(in_file)
     return ranges, formats
 
@@ -334,15 +335,16 @@ def _files(path: Path) -> dict[str, set[str] | None]:
             return {SINGLE: None}
         shards = sorted(path.glob("model-*-of-*.safetensors"))
         if shards:
-            raise DataError(f"{path} has {shards[0].name} and no {INDEX}; copy the directory again as a whole")
+            raise DataError(f"{path} has {shards[0].name} and no {INDEX}", "copy the directory again as a whole")
         if pickles := [name for name in _PICKLES if (path / name).exists()] or sorted(each.name for each in path.glob("pytorch_model-*-of-*.bin")):
             raise DataError(f"{path} has its weights in {pickles[0]}, a torch pickle, which is never loaded here{_conversion(path)}")
         if metas := sorted(path.glob("consolidated*.pth")):
             target = shlex.quote(f"{path}-safetensors")
             raise DataError(
-                f"{path} has its weights in {metas[0].name}, a torch pickle as Meta writes them, which is never loaded here; convert it with a "
+                f"{path} has its weights in {metas[0].name}, a torch pickle as Meta writes them, which is never loaded here",
+                f"convert it with a "
                 "transformers below 5: python -m transformers.models.llama.convert_llama_weights_to_hf "
-                f"--input_dir {shlex.quote(str(path))} --model_size SIZE --output_dir {target}, SIZE for example 8B, then give {target}"
+                f"--input_dir {shlex.quote(str(path))} --model_size SIZE --output_dir {target}, SIZE for example 8B, then give {target}",
             )
-        raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
+        raise DataError(f"{path} has no weights", f"it needs {SINGLE}, or shards and {INDEX}")
     return indexed_files(path)

@@ -52,12 +52,14 @@ class BeamSearch:
 
     def __post_init__(self) -> None:
         if self.num_beams < 1:
-            raise UsageError(f"num_beams must be at least 1, got {self.num_beams}; the nearest legal value is 1")
+            raise UsageError(f"num_beams must be at least 1, got {self.num_beams}", "the nearest legal value is 1")
         if not -STEEPEST <= self.length_penalty <= STEEPEST:
             near = -STEEPEST if self.length_penalty < 0 else STEEPEST
-            raise UsageError(f"length_penalty must be from -{STEEPEST} to {STEEPEST}, got {self.length_penalty}; the nearest legal value is {near}")
+            raise UsageError(
+                f"length_penalty must be from -{STEEPEST} to {STEEPEST}, got {self.length_penalty}", f"the nearest legal value is {near}"
+            )
         if self.early_stopping not in ("false", "true", "never"):
-            raise UsageError(f'early_stopping must be "false", "true" or "never", got {self.early_stopping!r}; choose one of them')
+            raise UsageError(f'early_stopping must be "false", "true" or "never", got {self.early_stopping!r}', "choose one of them")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,13 @@ def fill(model: LanguageModel, ids: TextIds, text: Sequence[int], count: int = 5
     """
     mask, limit = ids.tokenizer.special.mask, model.config.n_positions
     if mask is None:
-        raise DataError("a masked language model fills masks, and its tokenizer has no mask token; use the tokenizer that it was trained with")
+        raise DataError("a masked language model fills masks, and its tokenizer has no mask token", "use the tokenizer that it was trained with")
     if len(text) > limit:
-        raise UsageError(f"the prompt has {len(text)} tokens, more than the model's context of {limit}; shorten it")
+        raise UsageError(f"the prompt has {len(text)} tokens, more than the model's context of {limit}", "shorten it")
     positions = [at for at, each in enumerate(text) if each == mask]
     if not positions:
         word = ids.tokenizer.word(mask)
-        raise UsageError(f"a masked language model fills masks, and the prompt has none; write {word} where a word should be predicted")
+        raise UsageError("a masked language model fills masks, and the prompt has none", f"write {word} where a word should be predicted")
     tokens = model.inputs(1, len(text), ("tokens",))["tokens"]
     tokens.write(np.array([text], np.int32))
     model.eval()

@@ -41,7 +41,7 @@ def check_writes(config: ModelConfig) -> None:
     """
     if config.objective not in ("causal", "seq2seq"):
         what = "predicts masked tokens" if config.objective == "masked" else "predicts a class"
-        raise UsageError(f"a {config.model_type} that {what} cannot generate text; use a model that predicts the next token")
+        raise UsageError(f"a {config.model_type} that {what} cannot generate text", "use a model that predicts the next token")
 
 
 class Generator:
@@ -64,15 +64,15 @@ class Generator:
         """
         check_writes(self.model.config)
         if not prompts:
-            raise UsageError("generation needs at least one prompt, got none; give one")
+            raise UsageError("generation needs at least one prompt, got none", "give one")
         for number, prompt in enumerate(prompts, 1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if not prompt:
-                raise UsageError(f"{which} must have at least one token, got none; give it a text")
+                raise UsageError(f"{which} must have at least one token, got none", "give it a text")
             if len(prompt) > self.context:
-                raise UsageError(f"{which} has {len(prompt)} tokens, more than the model's context of {self.context}; shorten it")
+                raise UsageError(f"{which} has {len(prompt)} tokens, more than the model's context of {self.context}", "shorten it")
             if bad := [each for each in prompt if not 0 <= each < self.model.config.vocab_size]:
-                raise UsageError(f"{which} has the id {bad[0]}, and the model knows 0 to {self.model.config.vocab_size - 1}; use its own tokenizer")
+                raise UsageError(f"{which} has the id {bad[0]}, and the model knows 0 to {self.model.config.vocab_size - 1}", "use its own tokenizer")
 
     def stream(
         self,

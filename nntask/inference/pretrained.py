@@ -92,15 +92,15 @@ class TextIds:
         """
         if self.encodes_rows:
             if not text:
-                raise UsageError("this model reads a prompt as a whole input, and the prompt is empty; give a text with --prompt")
+                raise UsageError("this model reads a prompt as a whole input, and the prompt is empty", "give a text with --prompt")
             return self.known(RowEncoder(self.tokenizer).text(text, LARGEST_COUNT))
         if text:
             return self.known([*self.begin, *self.tokenizer.encode([text], special=self.adds_special)[0]])
         beginning = self.begin if self.alone is None else self.alone
         if not beginning:
             raise UsageError(
-                f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none; "
-                "give the beginning of a text with --prompt"
+                f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none",
+                "give the beginning of a text with --prompt",
             )
         return list(beginning)
 
@@ -132,7 +132,7 @@ class ModelSource:
         directory = Path(path)
         if not directory.exists():
             raise DataError(
-                f"{directory} does not exist; give a run directory, one of its checkpoints, a model directory of transformers, or a GGUF file"
+                f"{directory} does not exist", "give a run directory, one of its checkpoints, a model directory of transformers, or a GGUF file"
             )
         if (directory / STATE).is_file() or (directory / RUN_CONFIG).is_file() or step_directories(directory):
             checkpoint = find_checkpoint(directory)
@@ -141,7 +141,8 @@ class ModelSource:
         if directory.is_dir() and not any((directory / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
             raise DataError(
                 f"{directory} holds no checkpoint and no model: a run has the files checkpoints/step-*, a checkpoint has {STATE}, a model "
-                f"directory of transformers contains {CONFIG}; give one of these"
+                f"directory of transformers contains {CONFIG}",
+                "give one of these",
             )
         config = read_config(directory)
         return cls(directory, config, _with_length(TrainSettings(), config), None)
@@ -179,17 +180,17 @@ class ModelSource:
         kind = self._tokenizer_kind()
         if kind is not None and path:
             raise UsageError(
-                f"is for models that came without a tokenizer, and {self.path} has its own; drop it", flag="--tokenizer-path", value=path
+                f"is for models that came without a tokenizer, and {self.path} has its own", "drop it", flag="--tokenizer-path", value=path
             )
         if kind == "bytes":
             template = self.path / CHAT_TEMPLATE
             return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: read_text(template)} if template.is_file() else None)
         if kind is None and not path and is_gguf(self.path) and (reason := open_gguf(self.path).untranslated):
-            raise DataError(f"the tokenizer in {self.path} {reason}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
+            raise DataError(f"the tokenizer in {self.path} {reason}", "name its tokenizer.json with --tokenizer-path DIR, or use another file")
         if kind is None and not path:
             raise DataError(
-                f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR"
-                f"{other_way(self.path)}"
+                f"{self.path} came without a tokenizer and knows token ids only",
+                f"name the one that made them with --tokenizer-path DIR{other_way(self.path)}",
             )
         return load_tokenizer(path or self.path)
 
@@ -238,7 +239,7 @@ class ModelSource:
         value = values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(each) is int for each in found):
-            raise DataError(f"{key} in {self.path} must be an id or a list of ids, got {value!r}; copy the directory again")
+            raise DataError(f"{key} in {self.path} must be an id or a list of ids, got {value!r}", "copy the directory again")
         return tuple(each for each in found if 0 <= each < self.config.vocab_size)
 
     @property

@@ -66,7 +66,7 @@ def check_joins(config: ModelConfig) -> None:
     """
     check_writes(config)
     if config.description.encoder is not None:
-        raise UsageError(f"a {config.model_type} has an encoder, and texts that run side by side need a model without one; use nntask generate")
+        raise UsageError(f"a {config.model_type} has an encoder, and texts that run side by side need a model without one", "use nntask generate")
 
 
 def token_rows(slots: int, *, has_gpus: bool) -> tuple[int, ...]:

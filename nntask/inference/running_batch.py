@@ -162,13 +162,13 @@ class RunningBatch:
         """
         length, size = len(request.prompt), self._model.config.vocab_size
         if not request.prompt or request.limit < 1:
-            raise UsageError(f"a text needs at least 1 prompt token and 1 new token, got {length} and {request.limit}; give it some")
+            raise UsageError(f"a text needs at least 1 prompt token and 1 new token, got {length} and {request.limit}", "give it some")
         if bad := [each for each in request.prompt if not 0 <= each < size]:
-            raise UsageError(f"the prompt has the id {bad[0]}, and the model knows 0 to {size - 1}; use its own tokenizer")
+            raise UsageError(f"the prompt has the id {bad[0]}, and the model knows 0 to {size - 1}", "use its own tokenizer")
         if length + request.limit - 1 > self.shape.longest:
             raise UsageError(
-                f"prompt and new tokens must be at most {self.shape.longest + 1} tokens together, got {length} and {request.limit}; "
-                "shorten one of them"
+                f"prompt and new tokens must be at most {self.shape.longest + 1} tokens together, got {length} and {request.limit}",
+                "shorten one of them",
             )
 
     def join(self, request: TextRequest) -> RunningText | None:

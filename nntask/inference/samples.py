@@ -51,7 +51,7 @@ def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) ->
     ids = [*begin, *(int(i) for i in tokenizer.encode([prompt], special=adds_special and bool(prompt))[0])]
     check_known(np.array(ids), tokenizer, run.model.config.vocab_size, "--prompt, with the token before a text,")
     if len(ids) > length:
-        raise UsageError(f"must have at most --seq-len = {length} tokens, got {len(ids)} with the token before a text; shorten it", flag="--prompt")
+        raise UsageError(f"must have at most --seq-len = {length} tokens, got {len(ids)} with the token before a text", "shorten it", flag="--prompt")
     return ids, len(begin)
 
 

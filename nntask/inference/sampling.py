@@ -40,9 +40,9 @@ class Penalties:
 
     def __post_init__(self) -> None:
         if not 0 < self.repetition < inf:
-            raise UsageError(f"repetition must be above 0 and finite, got {self.repetition}; 1 is for no penalty")
+            raise UsageError(f"repetition must be above 0 and finite, got {self.repetition}", "1 is for no penalty")
         if self.no_repeat_ngram < 0:
-            raise UsageError(f"no_repeat_ngram must be at least 0, got {self.no_repeat_ngram}; the nearest legal value is 0")
+            raise UsageError(f"no_repeat_ngram must be at least 0, got {self.no_repeat_ngram}", "the nearest legal value is 0")
 
     def apply(self, scores: Floats, text: Sequence[int]) -> Floats:
         """Return the scores (V,) of the next token of `text` with penalties.
@@ -148,8 +148,8 @@ def check_finite(logits: Floats) -> None:
     """
     if (bad := first_not_finite(logits)) is not None:
         raise Diverged(
-            f"the scores of the next token must be finite, and one is {bad}: weights are not finite, or too large for the element type; "
-            "use an earlier checkpoint, or --dtype fp32"
+            f"the scores of the next token must be finite, and one is {bad}: weights are not finite, or too large for the element type",
+            "use an earlier checkpoint, or --dtype fp32",
         )
 
 

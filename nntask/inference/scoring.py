@@ -51,7 +51,7 @@ def perplexity(
     """
     config = source.config
     if file.num_tokens < 2:
-        raise DataError(f"{file.name} holds {file.num_tokens} tokens, and scoring takes at least 2; use a longer text")
+        raise DataError(f"{file.name} holds {file.num_tokens} tokens, and scoring takes at least 2", "use a longer text")
     length = min(length, file.num_tokens - 1)
     tiling = default_tiling(config, batch, length, device="cuda" if runtime.has_gpus else "cpu")
     scorer = Inference(source.build(runtime, tiling, dtype), runtime, length)
@@ -60,8 +60,8 @@ def perplexity(
     assert evaluation is not None  # nothing stops it
     if not isfinite(evaluation.loss):
         raise Diverged(
-            f"the loss of {file.name} is {evaluation.loss}: weights are not finite, or too large for the element type; "
-            "use an earlier checkpoint, or --dtype fp32"
+            f"the loss of {file.name} is {evaluation.loss}: weights are not finite, or too large for the element type",
+            "use an earlier checkpoint, or --dtype fp32",
         )
     return evaluation
 

@@ -180,7 +180,7 @@ def _check_finite(name: str, tensor: TileTensor, rows: np.ndarray[Any, Any]) -> 
     """Raise Diverged if rows, in the element type of the file, have NaN or infinity; UsageError if only that type is too small for them."""
     if first_not_finite(rows) is not None:
         if rows.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
-            raise UsageError(f"{name} holds values too large for {rows.dtype.name}; store it as bf16 or fp32")
+            raise UsageError(f"{name} holds values too large for {rows.dtype.name}", "store it as bf16 or fp32")
         raise Diverged(f"{name} holds values that are not finite")
 
 

@@ -143,11 +143,12 @@ class BertConfig(HiddenConfig):
         """Read the kind of model from ``architectures`` and the classes of a classifier from ``id2label`` or ``num_labels``, by default 2."""
         known, named = super().read(values, source), values.get("id2label")
         if named is not None and not _is_numbered(named):
-            raise UsageError(f"id2label in {source} must be an object from the numbers 0, 1, ... to names, got {shown(named)}; correct it")
+            raise UsageError(f"id2label in {source} must be an object from the numbers 0, 1, ... to names, got {shown(named)}", "correct it")
         architectures = values.get("architectures")
         if not isinstance(architectures, list | tuple | None):
             raise UsageError(
-                f'architectures in {source} must be a list of names of classes, got {shown(architectures)}; write for example ["{cls.architecture}"]'
+                f"architectures in {source} must be a list of names of classes, got {shown(architectures)}",
+                f'write for example ["{cls.architecture}"]',
             )
         if cls.classifier in (architectures or ()):
             known.setdefault("num_labels", len(named) if named else 2)
@@ -165,11 +166,12 @@ class BertConfig(HiddenConfig):
         if values["max_position_embeddings"] <= cls.first_position:
             raise UsageError(
                 f"max_position_embeddings in {source} must be above {cls.first_position}, the position of the first token, got "
-                f"{values['max_position_embeddings']}; the nearest legal value is {cls.first_position + 1}"
+                f"{values['max_position_embeddings']}",
+                f"the nearest legal value is {cls.first_position + 1}",
             )
         named = values["id2label"]
         if named and values["num_labels"] and len(named) != values["num_labels"]:
-            raise UsageError(f"id2label in {source} must name num_labels = {values['num_labels']} classes, got {len(named)}; correct one of them")
+            raise UsageError(f"id2label in {source} must name num_labels = {values['num_labels']} classes, got {len(named)}", "correct one of them")
 
     @property
     def n_positions(self) -> int:
@@ -253,7 +255,7 @@ class RobertaConfig(BertConfig):
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Check that the id of padding is 1, as in every released model: positions begin after it."""
         if values.get("pad_token_id", 1) != 1:
-            raise UsageError(f"pad_token_id in {source} must be 1, from which positions are counted, got {shown(values['pad_token_id'])}; write 1")
+            raise UsageError(f"pad_token_id in {source} must be 1, from which positions are counted, got {shown(values['pad_token_id'])}", "write 1")
         return super().read(values, source)
 
     @property

@@ -161,7 +161,7 @@ class Gemma3Config(GemmaConfig):
                 check_object(both.get(kind), f"{kind} of rope_parameters in {source}", "rope_theta")
             if (scaling := both[SLIDING].get("rope_type", "default")) != "default":
                 raise UsageError(
-                    f"rope_type of {SLIDING} in {source} must be default, as windowed blocks rotate unscaled, got {shown(scaling)}; write default"
+                    f"rope_type of {SLIDING} in {source} must be default, as windowed blocks rotate unscaled, got {shown(scaling)}", "write default"
                 )
             taken["rope_parameters"] = both[FULL]
             taken["rope_local_base_freq"] = both[SLIDING].get("rope_theta", 10000.0)

@@ -76,7 +76,7 @@ class GPTNeoConfig(KeyedConfig):
                 known["attention_layers"] = tuple(kind for kinds, times in types for _ in range(min(times, LARGEST_DEPTH)) for kind in kinds)
             except (TypeError, ValueError):
                 rule = 'must be pairs of a list of kinds and how often it is repeated, like [[["global", "local"], 6]]'
-                raise UsageError(f"attention_types in {source} {rule}, got {shown(types)}; correct it") from None
+                raise UsageError(f"attention_types in {source} {rule}, got {shown(types)}", "correct it") from None
         if isinstance(kinds := known.get("attention_layers"), list | tuple) and list(kinds) == _in_turn(known.get("num_layers")):
             known["attention_layers"] = None
         return known

@@ -72,7 +72,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
         width, heads = values["hidden_size"], values["num_attention_heads"]
         for key, only in {"num_key_value_heads": heads, "head_dim": width // heads}.items():
             if values[key] not in (None, only):
-                raise UsageError(f"{key} in {source} must be absent, null or {only}, the only value of a GPT-NeoX, got {values[key]}; leave it out")
+                raise UsageError(f"{key} in {source} must be absent, null or {only}, the only value of a GPT-NeoX, got {values[key]}", "leave it out")
 
     @cached_property
     def description(self) -> Description:

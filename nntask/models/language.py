@@ -106,7 +106,7 @@ class LanguageModel(Module, ABC):
             ):
                 continue
             if not is_allowed:
-                raise UsageError(f"{name} is quantised, and only matrices of layers, the token embedding and the head may be; keep it as floats")
+                raise UsageError(f"{name} is quantised, and only matrices of layers, the token embedding and the head may be", "keep it as floats")
             try:
                 parameters[name].hold(how)
             except ValueError as error:
@@ -153,8 +153,8 @@ class LanguageModel(Module, ABC):
         for each in lengths.values():
             if batch < 1 or not 1 <= each <= limit:
                 raise UsageError(
-                    f"a batch has at least 1 sequence of 1 to {self.config.positions_key} = {limit} tokens, got {batch} of {each}; "
-                    "lower the sequence length"
+                    f"a batch has at least 1 sequence of 1 to {self.config.positions_key} = {limit} tokens, got {batch} of {each}",
+                    "lower the sequence length",
                 )
         tile = (self.given_tiling.minibatch_tile, self.given_tiling.seq_tile)
         tensors = {}
@@ -197,12 +197,12 @@ class LanguageModel(Module, ABC):
             UsageError: the reduction is unknown, or the inputs do not fit the model.
         """
         if reduction not in ("mean", "sum"):
-            raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}; choose one of them')
+            raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}', "choose one of them")
         x = self.hidden(tokens, minibatch, self._given(given))  # (B, T, C)
         if targets.shape != x.shape[:2] or targets.tile[0] != tokens.tile[0]:
             raise UsageError(
-                f"targets must be {x.shape[:2]} with tiles of {tokens.tile[0]} sequences, one for each score, got {targets!r} with {tokens!r}; "
-                "make both with inputs"
+                f"targets must be {x.shape[:2]} with tiles of {tokens.tile[0]} sequences, one for each score, got {targets!r} with {tokens!r}",
+                "make both with inputs",
             )
         if reduction == "mean" and factor is None:
             scale /= targets.shape[0] * targets.shape[1]
@@ -219,11 +219,11 @@ class LanguageModel(Module, ABC):
         kind = self.config.model_type
         if unknown := [name for name in arrays if name not in self.takes]:
             raise UsageError(
-                f"a {kind} takes tokens, targets, factor, {', '.join(self.takes)}, got {', '.join(unknown)} besides; leave that out, or use a model "
-                "that takes it"
+                f"a {kind} takes tokens, targets, factor, {', '.join(self.takes)}, got {', '.join(unknown)} besides",
+                "leave that out, or use a model that takes it",
             )
         if "decoder_tokens" in self.takes and "decoder_tokens" not in arrays:
-            raise UsageError(f"a {kind} has an encoder and a decoder, and decoder_tokens are missing; give tokens of both")
+            raise UsageError(f"a {kind} has an encoder and a decoder, and decoder_tokens are missing", "give tokens of both")
         return ExtraInputs(**arrays)
 
     def hidden(self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS) -> Tensor:
@@ -234,7 +234,9 @@ class LanguageModel(Module, ABC):
         """
         limit = self.config.longest or LARGEST_COUNT
         if len(tokens.shape) != 2 or tokens.shape[1] > limit:
-            raise UsageError(f"tokens must be (B, T) with T at most {self.config.positions_key} = {limit}, got {tokens.shape}; shorten the sequences")
+            raise UsageError(
+                f"tokens must be (B, T) with T at most {self.config.positions_key} = {limit}, got {tokens.shape}", "shorten the sequences"
+            )
         return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given)
 
     def scores(self, x: Tensor) -> Tensor:

@@ -185,7 +185,8 @@ class MlpMixer(LanguageModel):
         if batch < 1 or seq_len not in (None, config.n_positions) or not set(names) <= {"images", "targets"}:
             raise UsageError(
                 f"an MLP-Mixer takes images and targets of at least 1 image of {config.n_positions} patches, got {', '.join(names)} of "
-                f"{batch} images of {seq_len}; leave --seq-len out, and use --dataset images"
+                f"{batch} images of {seq_len}",
+                "leave --seq-len out, and use --dataset images",
             )
         sizes = {"images": ((batch, config.n_positions, config.patch_width), np.float32), "targets": ((batch, 1), np.int32)}
         tile = (self.given_tiling.minibatch_tile, self.given_tiling.seq_tile, -1)
@@ -230,7 +231,7 @@ class MlpMixer(LanguageModel):
         Raises:
             UsageError: always.
         """
-        raise UsageError("an MLP-Mixer classifies images and has no tokens; use its class_scores, or a language model")
+        raise UsageError("an MLP-Mixer classifies images and has no tokens", "use its class_scores, or a language model")
 
     trunk = encode = hidden
 

@@ -90,7 +90,7 @@ class OPTConfig(KeyedConfig):
         width = values.get("word_embed_proj_dim")
         if width is not None and width != values.get("hidden_size"):
             raise UsageError(
-                f"word_embed_proj_dim in {source} must be hidden_size = {values.get('hidden_size')}, got {shown(width)}; use another OPT than 350m"
+                f"word_embed_proj_dim in {source} must be hidden_size = {values.get('hidden_size')}, got {shown(width)}", "use another OPT than 350m"
             )
         return super().read(values, source)
 

@@ -75,7 +75,8 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
                 if (inside := scaling.get(_ORIGINAL, _ORIGINAL_LENGTH)) != _ORIGINAL_LENGTH:
                     raise UsageError(
                         f"{_ORIGINAL} of a Phi 3 in {source} must be next to {key}, because transformers assumes {_ORIGINAL_LENGTH} otherwise, got "
-                        f"{inside} inside {key}; move it out"
+                        f"{inside} inside {key}",
+                        "move it out",
                     )
                 taken[_ORIGINAL] = _ORIGINAL_LENGTH
         return super().read(taken, source)
@@ -85,7 +86,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         """Check that a scaling is LongRoPE, the only one of a Phi 3."""
         super()._check(values, source)
         if (scaling := values.get("rope_scaling")) is not None and scaling.rope_type != "longrope":
-            raise UsageError(f'rope_type of a Phi 3 in {source} must be "default" or "longrope", got "{scaling.rope_type}"; use one of them')
+            raise UsageError(f'rope_type of a Phi 3 in {source} must be "default" or "longrope", got "{scaling.rope_type}"', "use one of them")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object.

@@ -79,7 +79,7 @@ def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
     if "model_type" in values:
         kind = values["model_type"]
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise UsageError(f"model_type in {source} must be one of {names}, got {shown(kind)}; use the config of such a model")
+            raise UsageError(f"model_type in {source} must be one of {names}, got {shown(kind)}", "use the config of such a model")
         return kind
     if classes := values.get("architectures"):
         families = {_HEADS.sub("", family.config.architecture): kind for kind, family in FAMILIES.items()}
@@ -93,7 +93,7 @@ def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
         if _OF_GPT2 & values.keys() and not unread:
             return GPT2Config.model_type
         reason = f"a GPT-2, the default, has no key {unread[0]}" if unread else "its keys are not those of a GPT-2, the default"
-    raise UsageError(f"{source} lacks model_type, and {reason}; add the model_type of its family, one of {names}")
+    raise UsageError(f"{source} lacks model_type, and {reason}", f"add the model_type of its family, one of {names}")
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> ModelConfig:

@@ -91,7 +91,8 @@ class T5Config(KeyedConfig):
         if buckets < 4 or buckets % 4 or most <= buckets // 2:
             raise UsageError(
                 f"relative_attention_num_buckets in {source} must be a multiple of 4, and relative_attention_max_distance above half of it, "
-                f"got {buckets} and {most}; write for example 32 and 128"
+                f"got {buckets} and {most}",
+                "write for example 32 and 128",
             )
 
     @classmethod
@@ -104,7 +105,8 @@ class T5Config(KeyedConfig):
             if said is not None and written is not None and (ACTIVATIONS.get(str(written)) if key == "dense_act_fn" else written) != said:
                 raise UsageError(
                     f"{key} in {source} must be {said}, which feed_forward_proj {known.get('feed_forward_proj', 'relu')} implies, "
-                    f"got {shown(written)}; remove it"
+                    f"got {shown(written)}",
+                    "remove it",
                 )
         if known.get("decoder_start_token_id") is None:
             known["decoder_start_token_id"] = known.get("pad_token_id") or 0

@@ -101,5 +101,7 @@ def _continued(
     q: Tensor, k: Tensor, v: Tensor, past: LayerPast, head_size: int, scale: float, causal: bool, scoring: attention_ops.Scoring
 ) -> Tensor:
     if not causal or scoring.documents is not None:
-        raise UsageError(f"attention with a past is causal and of one document, got causal {causal}, {scoring}; attend to an encoder without a past")
+        raise UsageError(
+            f"attention with a past is causal and of one document, got causal {causal}, {scoring}", "attend to an encoder without a past"
+        )
     return Tensor(past.attend(q.data, k.data, v.data, head_size=head_size, scale=scale, scoring=scoring))

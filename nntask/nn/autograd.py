@@ -76,7 +76,7 @@ class Node:
             UsageError: an earlier backward pass has used the node.
         """
         if self.consumed:
-            raise UsageError(f"the tape of {self.name} was used up by an earlier backward pass; run the forward pass again")
+            raise UsageError(f"the tape of {self.name} was used up by an earlier backward pass", "run the forward pass again")
         backward, inputs, gradients = self.backward, self.inputs, self.gradients
         assert backward is not None
         self.consumed, self.backward, self.inputs = True, None, ()
@@ -184,13 +184,14 @@ class Tensor:
             UsageError: the tensor has no tape, the tape is used up, or `gradient` is missing or of another shape.
         """
         if self.edge is None:
-            raise UsageError(f"backward() needs a tensor computed from parameters with the tape on, got {self!r}; compute it outside no_grad()")
+            raise UsageError(f"backward() needs a tensor computed from parameters with the tape on, got {self!r}", "compute it outside no_grad()")
         if gradient is None:
             if not self.edge.node.is_loss:
-                raise UsageError(f"backward() without a gradient begins at a loss, got {self!r}; pass gradient=")
+                raise UsageError(f"backward() without a gradient begins at a loss, got {self!r}", "pass gradient=")
         elif gradient.shape != self.shape or gradient.tile != self.data.tile:
             raise UsageError(
-                f"a gradient has its tensor's shape and tile, {self.shape} and {self.data.tile}, got {gradient.shape} and {gradient.tile}; retile it"
+                f"a gradient has its tensor's shape and tile, {self.shape} and {self.data.tile}, got {gradient.shape} and {gradient.tile}",
+                "retile it",
             )
         run_backward(self.edge, gradient)
         next_minibatch()
@@ -352,7 +353,7 @@ def accumulator_of(edge: Edge) -> TileTensor:
         UsageError: the weight was computed and is not a parameter.
     """
     if not isinstance(edge, ParameterEdge):
-        raise UsageError(f"weights must be parameters, got the output of {edge.node.name}; make it a Parameter")
+        raise UsageError(f"weights must be parameters, got the output of {edge.node.name}", "make it a Parameter")
     return edge.accumulator()
 
 

@@ -56,7 +56,7 @@ class Masks:
             UsageError: `site` is not below `SITES`.
         """
         if not 0 <= site < SITES:
-            raise UsageError(f"dropout sites must be numbers from 0 to {SITES - 1}, got {site}; use fewer layers, or no dropout")
+            raise UsageError(f"dropout sites must be numbers from 0 to {SITES - 1}, got {site}", "use fewer layers, or no dropout")
         return self.minibatch * SITES + site
 
 
@@ -270,7 +270,7 @@ def linear_cross_entropy(
 
     def backward(gradients: Gradients) -> None:
         if gradients[0] is not None:
-            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, not at a tensor computed from it; use its scale=")
+            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, not at a tensor computed from it", "use its scale=")
         dw, dbias = _accumulators(w_edge, bias_edge)
         add_to([x_edge], [loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, dbias=dbias, **how)])
 

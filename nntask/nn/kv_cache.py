@@ -90,8 +90,8 @@ class CachedLayer:
         each token's own -> (B, w, H*D)."""
         if self.window is not None and self.window != scoring.window:
             raise UsageError(
-                f"the window of attention must be that of the layer's cache, {self.window}, got {scoring.window}; "
-                "give KVCache the windows of all layers"
+                f"the window of attention must be that of the layer's cache, {self.window}, got {scoring.window}",
+                "give KVCache the windows of all layers",
             )
         tile = self.keys.tile[1]
         first = cache_ops.first_seen_tile(scoring.window, self.written, tile)
@@ -164,7 +164,7 @@ class KVCache:
         num_layers = len(config.description.stack.blocks)
         self._windows = [None] * num_layers if windows is None else list(windows)
         if len(self._windows) != num_layers:
-            raise UsageError(f"a cache takes a window, or None, for each of {num_layers} layers, got {self._windows}; give one for each")
+            raise UsageError(f"a cache takes a window, or None, for each of {num_layers} layers, got {self._windows}", "give one for each")
         self._left = [0] * num_layers
         self._across: list[EncoderPast | None] = [None] * num_layers
         self._runtime = runtime

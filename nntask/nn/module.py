@@ -208,10 +208,12 @@ class Module:
         tensors = self.tensors()
         if wrong := sorted(set(tensors) ^ set(arrays)):
             where = "the model" if wrong[0] in tensors else "the weights"
-            raise UsageError(f"weights must have the model's {len(tensors)} names, and only {where} have {wrong[0]}; use weights of this model")
+            raise UsageError(f"weights must have the model's {len(tensors)} names, and only {where} have {wrong[0]}", "use weights of this model")
         for name, tensor in tensors.items():
             if merged_shape(arrays[name].shape, len(tensor.shape)) != tensor.shape:
-                raise UsageError(f"{name} has shape {tensor.shape}, got weights of shape {arrays[name].shape}; use the config they were trained with")
+                raise UsageError(
+                    f"{name} has shape {tensor.shape}, got weights of shape {arrays[name].shape}", "use the config they were trained with"
+                )
         for name, tensor in tensors.items():
             tensor.write(arrays[name].reshape(tensor.shape))
 

@@ -57,7 +57,7 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
     if not matches:
         near = difflib.get_close_matches(word, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"must name a task of the step, got {word!r}{hint}; the tasks are: {', '.join(sorted(names))}", flag="--explain")
+        raise UsageError(f"must name a task of the step, got {word!r}{hint}", f"the tasks are: {', '.join(sorted(names))}", flag="--explain")
     return matches
 
 

@@ -241,7 +241,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror or error}; {how_to_go_on(self._run)}") from error
+            raise StorageError(f"cannot write {self.path}: {error.strerror or error}", f"{how_to_go_on(self._run)}") from error
 
 
 def finite(value: Any) -> Any:
@@ -337,4 +337,4 @@ class StepPrinter:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise StorageError(f"cannot write to standard output: {error.strerror or error}; files saved so far are complete") from error
+            raise StorageError(f"cannot write to standard output: {error.strerror or error}", "files saved so far are complete") from error

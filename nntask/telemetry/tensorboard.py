@@ -28,7 +28,8 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
-            "needs the tensorboard package, which is not installed; pip install -e '.[tensorboard]', or drop it",
+            "needs the tensorboard package, which is not installed",
+            "pip install -e '.[tensorboard]', or drop it",
             flag="--report-to",
             value="tensorboard",
         )

@@ -82,7 +82,7 @@ class Tracer:
                 trace.write(written, names, nodes, steps=[at and at[0] for at in placed], about=about)
                 written.rename(new)
         except OSError as error:
-            raise StorageError(f"cannot write the trace {self.path}: {error.strerror}; choose another file with --trace-steps A:B@FILE") from error
+            raise StorageError(f"cannot write the trace {self.path}: {error.strerror}", "choose another file with --trace-steps A:B@FILE") from error
 
 
 StepPosition = tuple[int, int]

@@ -46,7 +46,7 @@ class ModelTiling:
             size = getattr(self, f.name)
             if size == 0 or size < -1:
                 raise UsageError(
-                    f"{f.name} must be at least 1, or -1 for the whole dimension, got {size}; the nearest legal value is {1 if size == 0 else -1}"
+                    f"{f.name} must be at least 1, or -1 for the whole dimension, got {size}", f"the nearest legal value is {1 if size == 0 else -1}"
                 )
 
     def resolve(self, config: ModelConfig, minibatch: int, seq_len: int) -> ModelTiling:
@@ -63,7 +63,8 @@ class ModelTiling:
             near = max(group, (tiling.head_tile + group // 2) // group * group)
             raise UsageError(
                 f"head_tile must be a multiple of {group}, because {group} heads of queries share each of the {config.n_kv_head} heads of keys and "
-                f"values, got {tiling.head_tile}; the nearest legal value is {near}"
+                f"values, got {tiling.head_tile}",
+                f"the nearest legal value is {near}",
             )
         return tiling
 
@@ -128,7 +129,7 @@ def table_limits(config: ModelConfig, minibatch: int, seq_len: int, *, device: s
         UsageError: a count is not positive.
     """
     if minibatch < 1 or seq_len < 1:
-        raise UsageError(f"minibatch and sequence length must be at least 1, got {minibatch} and {seq_len}; the nearest legal value is 1")
+        raise UsageError(f"minibatch and sequence length must be at least 1, got {minibatch} and {seq_len}", "the nearest legal value is 1")
     row = next(limits for width, limits in _TABLE[device] if config.n_embd <= width)
     total = minibatch * seq_len
     return Limits(

@@ -54,12 +54,12 @@ def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
         content = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise DataError(f"the tile table {path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured@FILE") from None
+        raise DataError(f"the tile table {path} cannot be read: {why}", "give an existing file, or make one with --auto-tile measured@FILE") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise DataError(f"the tile table {path} is not a TOML file: {error}; correct it, or give another file") from None
+        raise DataError(f"the tile table {path} is not a TOML file: {error}", "correct it, or give another file") from None
     rows = content.pop(_ROWS, [])
     if content or not isinstance(rows, list):
-        raise DataError(f"the tile table {path} must hold [[{_ROWS}]] rows and nothing else, got {', '.join(content) or _ROWS}; give another file")
+        raise DataError(f"the tile table {path} must hold [[{_ROWS}]] rows and nothing else, got {', '.join(content) or _ROWS}", "give another file")
     return dict(_row(row, f"the tile table {path}, row {number}") for number, row in enumerate(rows, 1))
 
 
@@ -73,12 +73,14 @@ def _row(row: Any, source: str) -> tuple[Shape, ModelTiling]:
     wanted = [*Shape._fields, *sizes]
     if not isinstance(row, Mapping) or set(row) != set(wanted):
         keys = ", ".join(sorted(row)) if isinstance(row, Mapping) else repr(row)
-        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {keys}; correct or remove the row")
+        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {keys}", "correct or remove the row")
     for name in wanted:
         if type(row[name]) is not int or row[name] < 1:
-            raise DataError(f"{source}: {name} must be a whole number of at least 1, got {row[name]!r}; correct or remove the row")
+            raise DataError(f"{source}: {name} must be a whole number of at least 1, got {row[name]!r}", "correct or remove the row")
     if row["minibatch"] % row["minibatch_tile"]:
-        raise DataError(f"{source}: minibatch_tile must divide minibatch = {row['minibatch']}, got {row['minibatch_tile']}; correct or drop the row")
+        raise DataError(
+            f"{source}: minibatch_tile must divide minibatch = {row['minibatch']}, got {row['minibatch_tile']}", "correct or drop the row"
+        )
     return Shape(*(row[name] for name in Shape._fields)), ModelTiling(*(row[name] for name in sizes))
 
 
@@ -99,4 +101,4 @@ def add_row(path: str | Path, shape: Shape, tiling: ModelTiling) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, "\n".join(lines) + "\n")
     except OSError as error:
-        raise StorageError(f"the tile table {path} cannot be written: {error.strerror or error}; name another file") from error
+        raise StorageError(f"the tile table {path} cannot be written: {error.strerror or error}", "name another file") from error

@@ -35,7 +35,7 @@ def check_start(run: LanguageRun) -> None:
     data, schedule, begin = run.data, run.schedule, run.start.directory
     if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset not in ("train.bin", IMAGES):
         raise DataError(
-            f"has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer; "
+            f"has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer",
             f"name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin{other_way(begin)}",
             flag="--init-from",
             value=run.settings.checkpoints.init_from,
@@ -80,16 +80,17 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
     wanted = settings.checkpoints.run_dir
     if wanted and Path(wanted).resolve() != run:
         others = (Setting("--run-dir", wanted),)
-        raise UsageError(f"continues in its own directory {run}, got {{0}}; drop --run-dir", flag="--resume", value=resumed.path, others=others)
+        raise UsageError(f"continues in its own directory {run}, got {{0}}", "drop --run-dir", flag="--resume", value=resumed.path, others=others)
     newest = step_directories(run)[-1:]
     if newest and newest[0].resolve() != resumed.path.resolve():
         raise UsageError(
-            f"is not the newest checkpoint of its run, {newest[0].name} is; resume that one or move it away", flag="--resume", value=resumed.path
+            f"is not the newest checkpoint of its run, {newest[0].name} is", "resume that one or move it away", flag="--resume", value=resumed.path
         )
     steps = settings.run.steps
     if steps is not None and resumed.step >= steps:
         raise UsageError(
-            f"must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}",
+            f"must be above the {resumed.step} steps that {resumed.path} has done, got {steps}",
+            f"for example --steps {2 * resumed.step}",
             flag="--steps",
         )
     check_no_links(run)
@@ -105,7 +106,7 @@ def _check_files(run: LanguageRun) -> None:
         check_disk(run.machine.disk)
     if trace := settings.observe.trace:
         if Path(trace).is_dir():
-            raise UsageError(f"FILE in --trace-steps must not be a directory, got {trace}; name a file")
+            raise UsageError(f"FILE in --trace-steps must not be a directory, got {trace}", "name a file")
         check_writable(Path(trace), "--trace-steps")
 
 
@@ -122,10 +123,10 @@ def check_disk(disk: DiskSpec | None) -> None:
 def check_tier_directory(directory: Path) -> None:
     """Check the directory of a disk tier, like `check_disk`."""
     if directory.exists() and not directory.is_dir():
-        raise UsageError("is a file; give a directory", flag="--disk", value=directory)
+        raise UsageError("is a file", "give a directory", flag="--disk", value=directory)
     if not directory.absolute().parent.is_dir():
         raise UsageError(
-            f"cannot be created: there is no directory {directory.parent}; create it, or choose another place", flag="--disk", value=directory
+            f"cannot be created: there is no directory {directory.parent}", "create it, or choose another place", flag="--disk", value=directory
         )
     check_writable(directory, "--disk")
 

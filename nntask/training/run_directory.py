@@ -48,14 +48,14 @@ def check_new_run(path: Path) -> None:
         UsageError: another run is there, or the directory cannot be created or written.
     """
     if path.exists() and not path.is_dir():
-        raise UsageError("is a file; give a directory", flag="--run-dir", value=path)
+        raise UsageError("is a file", "give a directory", flag="--run-dir", value=path)
     if path.is_dir() and any(path.iterdir()) and not _never_began(path):
         if step_directories(path):
             raise UsageError(
-                f"is not empty; give a new directory, or continue that run with --resume {shlex.quote(str(path))}", flag="--run-dir", value=path
+                "is not empty", f"give a new directory, or continue that run with --resume {shlex.quote(str(path))}", flag="--run-dir", value=path
             )
         what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
-        raise UsageError(f"{what}; remove it, or give a new directory", flag="--run-dir", value=path)
+        raise UsageError(f"{what}", "remove it, or give a new directory", flag="--run-dir", value=path)
     check_writable(path, "--run-dir")
 
 
@@ -68,8 +68,8 @@ def check_no_links(path: Path) -> None:
     directories = [path / "checkpoints", path / FOLDER, path / NODES, *(path / NODES).glob("*")]
     if links := [directory for directory in directories if directory.is_symlink()]:
         raise UsageError(
-            f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}; replace it by the directory, or move "
-            "the whole run to its target"
+            f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}",
+            "replace it by the directory, or move the whole run to its target",
         )
 
 
@@ -123,7 +123,7 @@ def newest_run() -> Path:
     """
     saved = [(link.lstat().st_mtime, link.parent) for link in RUNS.glob("*/latest")]
     if not saved:
-        raise DataError(f"found no checkpoint in {RUNS}/; give the run's directory, as in --resume DIR", flag="--resume", value="auto")
+        raise DataError(f"found no checkpoint in {RUNS}/", "give the run's directory, as in --resume DIR", flag="--resume", value="auto")
     return max(saved)[1]
 
 
@@ -136,7 +136,7 @@ def write_file(path: Path, text: str) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}", "make room or choose another --run-dir") from error
 
 
 def versions() -> dict[str, str]:

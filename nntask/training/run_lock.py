@@ -52,7 +52,7 @@ class RunLock:
             make_directories(self._run)
             self._fd = _opened(path, os.O_RDWR | os.O_CREAT)  # writable, since NFS needs it for a lock; not inherited by child processes
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
+            raise StorageError(f"cannot write {path}: {error.strerror}", "make room or choose another --run-dir") from error
         _lock(self._fd, fcntl.LOCK_EX, self._run, self._flag)
         with contextlib.suppress(OSError):  # on a full disk, the message to another run cannot name this one
             os.ftruncate(self._fd, 0)
@@ -104,7 +104,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _not_a_lock(path: Path) -> UsageError:
-    return UsageError(f"{path} must be a regular file, the lock of a run, and is a link or a special file; remove it, or give another --run-dir")
+    return UsageError(f"{path} must be a regular file, the lock of a run, and is a link or a special file", "remove it, or give another --run-dir")
 
 
 def _lock(fd: int, kind: int, run: Path, flag: str) -> None:
@@ -115,6 +115,8 @@ def _lock(fd: int, kind: int, run: Path, flag: str) -> None:
         who, stop = ("another process", "stop it")
         if holder is not None:
             who, stop = f"process {holder[1]} on {holder[2]}", f"stop it there with kill {holder[1]}"
-        raise UsageError(f"is in use: {who} is training in it; wait for its end, {stop}, or give another --run-dir", flag=flag, value=run) from None
+        raise UsageError(
+            f"is in use: {who} is training in it", f"wait for its end, {stop}, or give another --run-dir", flag=flag, value=run
+        ) from None
     except OSError:
         pass  # no locks on this file system

@@ -129,7 +129,8 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     settings, resumed = run.settings, run.start.resumed
     if settings.run.eval_every and dataset.validation is None:
         raise UsageError(
-            f"needs validation data, and {dataset.name} has none; add --val-path, or drop --eval-every",
+            f"needs validation data, and {dataset.name} has none",
+            "add --val-path, or drop --eval-every",
             flag="--eval-every",
             value=settings.run.eval_every,
         )
@@ -137,7 +138,8 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
             raise DataError(
-                f"was trained on other data than {dataset.train.name} holds now; restore the data, or start a new run",
+                f"was trained on other data than {dataset.train.name} holds now",
+                "restore the data, or start a new run",
                 flag="--resume",
                 value=resumed.path,
             )
@@ -150,7 +152,7 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     first, last = run.start.step + 1, run.length.on(stream.batches_per_epoch)[0]
     if run.traced is not None and not first <= run.traced[0] <= run.traced[1] <= last:
         raise UsageError(
-            f"must lie within steps {first} to {last} of this run, got {settings.observe.trace_steps}; change or drop it", flag="--trace-steps"
+            f"must lie within steps {first} to {last} of this run, got {settings.observe.trace_steps}", "change or drop it", flag="--trace-steps"
         )
     return stream
 
@@ -167,8 +169,8 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
     then = load_tokenizer(resumed.path)
     if isinstance(then, BpeTokenizer) and then.content() != now.content():
         raise DataError(
-            f"was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.name} is another one now, so texts "
-            "would have other ids; restore it, or start a new run",
+            f"was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.name} is another one now, so texts would have other ids",
+            "restore it, or start a new run",
             flag="--resume",
             value=resumed.path,
         )

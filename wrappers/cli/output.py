@@ -76,7 +76,7 @@ def _failures() -> Iterator[None]:
     except OSError as error:
         from nntask import StorageError
 
-        raise StorageError(f"cannot write to standard output: {error.strerror or error}; files saved so far are complete") from error
+        raise StorageError(f"cannot write to standard output: {error.strerror or error}", "files saved so far are complete") from error
 
 
 def json_line(value: Any) -> str:

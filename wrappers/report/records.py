@@ -141,15 +141,15 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
     """
     if directory.is_file():
         advice = f"that of its run, {directory.parent}" if (directory.parent / METRICS).is_file() else "the directory of a run of nntask train"
-        raise DataError(f"{directory} is a file, and nntask report draws the run in a directory; give {advice}")
+        raise DataError(f"{directory} is a file, and nntask report draws the run in a directory", f"give {advice}")
     if not directory.is_dir():
-        raise DataError(f"there is no directory {directory}; give the directory of a run of nntask train")
+        raise DataError(f"there is no directory {directory}", "give the directory of a run of nntask train")
     metrics = directory / METRICS
     if not metrics.is_file():
-        raise DataError(f"{directory} has no metrics.jsonl; give the directory of a run of nntask train")
+        raise DataError(f"{directory} has no metrics.jsonl", "give the directory of a run of nntask train")
     lines: list[Line] = [*_lines(metrics)]
     if not lines:
-        raise DataError(f"{metrics} holds no step yet; wait for the first one")
+        raise DataError(f"{metrics} holds no step yet", "wait for the first one")
     summary, machine = _facts(directory / SUMMARY), _facts(directory / MACHINE)
     if not machine:
         machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
@@ -157,7 +157,9 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
     theirs: list[list[Line]] = [[*_lines(folder / METRICS)] for folder in folders]
     if any(each and each[-1]["step"] >= lines[-1]["step"] for each in theirs):  # otherwise a run on one machine has continued the run of these nodes
         if trace is not None:
-            raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
+            raise UsageError(
+                f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes", "put it into the node's folder, or drop it"
+            )
         return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
     trace_path = trace or _trace_of(directory)
     node = NodeRecord("", lines, machine, read_trace(trace_path) if trace_path else None, _plan(directory / PLAN))
@@ -173,7 +175,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         return read_metrics(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a run that this user may read") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give a run that this user may read") from None
 
 
 def _facts(path: Path) -> Mapping[str, Any]:
@@ -188,7 +190,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
         if figures:
             figures["order"], headline(figures), cells(figures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        raise DataError(f"{path} has figures that nntask did not write; remove it, or restore it") from None
+        raise DataError(f"{path} has figures that nntask did not write", "remove it, or restore it") from None
     return figures
 
 
@@ -218,22 +220,22 @@ def read_trace(path: Path) -> TraceRecord:
         check_size(text, _PER_LETTER)
         document = json.loads(text)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError):
-        raise DataError(f"the trace {path} is not whole; {_AGAIN}") from None
+        raise DataError(f"the trace {path} is not whole", f"{_AGAIN}") from None
     except OSError as error:
-        raise DataError(f"the trace {path} cannot be read: {error.strerror}; name another one with --trace") from None
+        raise DataError(f"the trace {path} cannot be read: {error.strerror}", "name another one with --trace") from None
     try:
         about = document["otherData"]["nntask"]
         trace_format = about["format"]
     except (KeyError, TypeError, IndexError):
-        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {TRACE_FORMAT}; {_AGAIN}") from None
+        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {TRACE_FORMAT}", f"{_AGAIN}") from None
     if trace_format != TRACE_FORMAT:
         raise DataError(
-            f"the trace {path} must have format {TRACE_FORMAT}, got {str(trace_format)[:40]}, which another version of nntask wrote; {_AGAIN}"
+            f"the trace {path} must have format {TRACE_FORMAT}, got {str(trace_format)[:40]}, which another version of nntask wrote", f"{_AGAIN}"
         )
     try:
         return _parsed(path, document["traceEvents"], about)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
-        raise DataError(f"the trace {path} has events that nntask did not write; {_AGAIN}") from None
+        raise DataError(f"the trace {path} has events that nntask did not write", f"{_AGAIN}") from None
 
 
 def _unpacked(path: Path) -> bytes:

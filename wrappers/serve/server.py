@@ -99,7 +99,7 @@ def listening(host: str, port: int) -> socket.socket:
         return listener
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"--host {host} --port {port} cannot be listened to: {why}; choose another, or port 0 for any that is free") from None
+        raise UsageError(f"--host {host} --port {port} cannot be listened to: {why}", "choose another, or port 0 for any that is free") from None
 
 
 def address_of(listener: socket.socket) -> str:

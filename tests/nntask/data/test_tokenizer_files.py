@@ -97,7 +97,7 @@ def test_added_tokens_are_known(case: str, tmp_path: Path) -> None:
         ({"tokenizer_config__json": {"added_tokens_decoder": {"900": token("<|extra|>")}}}, r"'<\|extra\|>' the id 900, and after .* would be 666"),
         ({"tokenizer_config__json": {"added_tokens_decoder": {"5": token("<|extra|>")}}}, r"the id 5, and"),
         ({"added_tokens__json": {"<|extra|>": 900}}, "the id 900, and"),
-        ({"tokenizer_config__json": {"added_tokens_decoder": []}}, r"must be an object of ids and tokens, got \[\]"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": []}}, r"must map ids to tokens, got \[\]"),
         ({"tokenizer_config__json": {"added_tokens_decoder": {"x": token("a")}}}, "has 'x' as the id"),
         ({"tokenizer_config__json": {"added_tokens_decoder": {"666": {"content": ""}}}}, "an added token of an unknown form"),
         ({"tokenizer_config__json": {"added_tokens_decoder": {"666": {"content": "a", "lstrip": 1}}}}, "an added token of an unknown form"),

@@ -94,7 +94,7 @@ def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
     from ..options.sources import model_config
 
     if settings.repeats < 1:
-        raise UsageError(f"must be at least 1, got {settings.repeats}; use --repeats 5", flag="--repeats")
+        raise UsageError(f"must be at least 1, got {settings.repeats}", "use --repeats 5", flag="--repeats")
     config_path = settings.config_path or None
     train = TrainSettings(
         model=ModelSettings(

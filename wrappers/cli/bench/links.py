@@ -51,10 +51,10 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     from scheduler.storage import memory_limit
 
     if settings.repeats < 1:
-        raise UsageError(f"must be at least 1, got {settings.repeats}; use --repeats 5", flag="--repeats")
+        raise UsageError(f"must be at least 1, got {settings.repeats}", "use --repeats 5", flag="--repeats")
     nbytes = parse_size(settings.size, "--size")
     if nbytes < 4 * max(SIZES):
-        raise UsageError(f"must be at least 64MiB, got {settings.size}; use --size 256MiB", flag="--size")
+        raise UsageError(f"must be at least 64MiB, got {settings.size}", "use --size 256MiB", flag="--size")
     chosen = _directory_of(settings.disk)
     if chosen is not None:
         check_tier_directory(chosen)
@@ -69,7 +69,7 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
     try:
         figures = measure(directory, nbytes, settings.repeats)
     except OSError as error:
-        raise StorageError(f"{directory}: {error.strerror or error}; name a directory that can be written", flag="--disk") from error
+        raise StorageError(f"{directory}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
     return figures, list(_lines(figures))
 
 
@@ -89,7 +89,7 @@ def _directory_of(text: str) -> Path | None:
         first = text.partition(":")[0]
         disk = Path("scratch" if is_size(first) else first or "scratch"), 0
     if disk is not None and disk[1] is not None:
-        raise UsageError(f"must be a directory here, got {text!r}; use --disk {disk[0]}, and --size for the space to use", flag="--disk")
+        raise UsageError(f"must be a directory here, got {text!r}", f"use --disk {disk[0]}, and --size for the space to use", flag="--disk")
     return None if disk is None else disk[0]
 
 

@@ -41,7 +41,7 @@ def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
     from nntask import UsageError
 
     if settings.tasks < 100:
-        raise UsageError(f"must be at least 100, got {settings.tasks}; use --tasks 20000", flag="--tasks")
+        raise UsageError(f"must be at least 100, got {settings.tasks}", "use --tasks 20000", flag="--tasks")
     figures = overhead(settings.tasks)
     return figures, [f"{name:28} {value:8.2f}" for name, value in figures.items()]
 

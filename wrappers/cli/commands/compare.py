@@ -93,15 +93,15 @@ def _check(settings: CompareSettings) -> None:
 
     if settings.a == settings.b:
         other = "sim" if settings.a == "cpu" else "cpu"
-        raise UsageError(f"and --b must be two kinds of workers, got {settings.a} for both; for example --b {other}", flag="--a")
+        raise UsageError(f"and --b must be two kinds of workers, got {settings.a} for both", f"for example --b {other}", flag="--a")
     for flag, value, least in (("--steps", settings.steps, 1), ("--batch", settings.batch, 1), ("--seq-len", settings.seq_len, 1)):
         if value is not None and value < least:
-            raise UsageError(f"must be at least {least}, got {value}; the nearest legal value is {least}", flag=flag)
+            raise UsageError(f"must be at least {least}, got {value}", f"the nearest legal value is {least}", flag=flag)
     for flag, tolerance in (("--rtol", settings.rtol), ("--atol", settings.atol)):
         if not 0 <= tolerance < math.inf:
-            raise UsageError(f"must be 0 or more, and finite, got {tolerance}; the nearest legal value is 0", flag=flag)
+            raise UsageError(f"must be 0 or more, and finite, got {tolerance}", "the nearest legal value is 0", flag=flag)
     if not 0 <= settings.seed <= LARGEST:
-        raise UsageError(f"must be at least 0 and at most {LARGEST}, got {settings.seed}; the nearest legal value is 0", flag="--seed")
+        raise UsageError(f"must be at least 0 and at most {LARGEST}, got {settings.seed}", "the nearest legal value is 0", flag="--seed")
 
 
 def _subject(word: str, asked: CompareSettings) -> _Subject:
@@ -129,7 +129,8 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
         settings = replace(source.settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
     else:
         raise UsageError(
-            f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run, a model directory or a GGUF file, got {word!r}; name one of these"
+            f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run, a model directory or a GGUF file, got {word!r}",
+            "name one of these",
         )
     config = model_config(settings) if source is None else source.config
     settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)

@@ -44,13 +44,13 @@ def run(argv: Sequence[str]) -> int:
 
     settings, words = parse(PrepareSettings, argv, "nntask data", words=("prepare",))
     if words[0] not in ACTIONS:
-        raise UsageError(f"data knows {', '.join(ACTIONS)}, got {words[0]!r}; write nntask data prepare --output DIR")
+        raise UsageError(f"data knows {', '.join(ACTIONS)}, got {words[0]!r}", "write nntask data prepare --output DIR")
     if not settings.output:
-        raise UsageError("data prepare needs --output, the directory to write; add it")
+        raise UsageError("data prepare needs --output, the directory to write", "add it")
     if settings.vocab_size < 1 or settings.dataset_select == 0 or settings.dataset_select < -1:
         raise UsageError(
-            f"must be at least 1 and --dataset-select at least 1, or -1 for all, "
-            f"got {settings.vocab_size} and {settings.dataset_select}; the nearest legal values are 1",
+            f"must be at least 1 and --dataset-select at least 1, or -1 for all, got {settings.vocab_size} and {settings.dataset_select}",
+            "the nearest legal values are 1",
             flag="--vocab-size",
         )
     from nntask.data import DataSpec, tokenize_dataset

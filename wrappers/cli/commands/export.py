@@ -65,12 +65,12 @@ def _check_name(settings: ExportSettings, target: Path) -> None:
     from nntask import UsageError
 
     if settings.format == "hf" and target.suffix == SUFFIX:
-        raise UsageError(f"{target} is the name of a GGUF file, and --format hf writes a directory; add --format gguf, or name a directory")
+        raise UsageError(f"{target} is the name of a GGUF file, and --format hf writes a directory", "add --format gguf, or name a directory")
     suffix = {"hf": target.suffix, "gguf": SUFFIX}.get(settings.format, SAFETENSORS)
     if target.suffix != suffix:
         other = ", or use --format hf" if settings.format == "gguf" else ""
         raise UsageError(
-            f"writes a file whose name ends with {suffix}, got {target}; name it {target}{suffix}{other}", flag="--format", value=settings.format
+            f"writes a file whose name ends with {suffix}, got {target}", f"name it {target}{suffix}{other}", flag="--format", value=settings.format
         )
 
 
@@ -84,9 +84,11 @@ def _check_adapters(settings: ExportSettings, checkpoint: Checkpoint) -> None:
 
     has_adapters = checkpoint.state.get("base") is not None
     if settings.merge and not has_adapters:
-        raise UsageError(f"is about adapters, and {checkpoint.path} holds a whole model; drop it", flag="--merge")
+        raise UsageError(f"is about adapters, and {checkpoint.path} holds a whole model", "drop it", flag="--merge")
     if settings.shard_size and has_adapters and not settings.merge:
-        raise UsageError("is about whole models, and adapters are one file; drop it, or add --merge", flag="--shard-size", value=settings.shard_size)
+        raise UsageError(
+            "is about whole models, and adapters are one file", "drop it, or add --merge", flag="--shard-size", value=settings.shard_size
+        )
 
 
 def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> int:
@@ -98,7 +100,7 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
     assert settings.format in ("weights", "optimizer")
     for flag, value, asked in (("--merge", None, settings.merge), ("--shard-size", settings.shard_size, settings.shard_size)):
         if asked:
-            raise UsageError(f"is for a model directory, got --format {settings.format}; drop it", flag=flag, value=value)
+            raise UsageError(f"is for a model directory, got --format {settings.format}", "drop it", flag=flag, value=value)
     done = export_state(checkpoint, target, content=settings.format, dtype=settings.dtype, force=settings.force)
     weights = "weights" if checkpoint.state.get("base") is None else "adapter weights"
     what = weights if settings.format == "weights" else "numbers of optimizer state"
@@ -132,9 +134,9 @@ def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer
     from nntask.io import format_size
 
     if settings.shard_size:
-        raise UsageError("is about directories, and a GGUF file is one; drop it", flag="--shard-size", value=settings.shard_size)
+        raise UsageError("is about directories, and a GGUF file is one", "drop it", flag="--shard-size", value=settings.shard_size)
     if checkpoint.state.get("base") is not None and not settings.merge:
-        raise UsageError(f"{checkpoint.path} holds adapters, and a GGUF file a whole model; add --merge")
+        raise UsageError(f"{checkpoint.path} holds adapters, and a GGUF file a whole model", "add --merge")
     model = Convertible.of(checkpoint.path, checkpoint.config, checkpoint, tokenizer)
     kind = "" if settings.dtype == "auto" else settings.dtype.replace("fp", "f")
     done = write_gguf(model, target, Conversion(kind), force=settings.force)

@@ -127,7 +127,7 @@ def _check_filled(asked: TextSettings, model: str) -> None:
     for name in (each.name for each in fields(asked) if each.name not in _OF_FILLED):
         if getattr(asked, name) != getattr(usual, name):
             flag, value = ("--no-cache", None) if name == "cache" else (f"--{name.replace('_', '-')}", getattr(asked, name))
-            raise UsageError(f"is for text generation, and {model} fills masks; drop it", flag=flag, value=value)
+            raise UsageError(f"is for text generation, and {model} fills masks", "drop it", flag=flag, value=value)
 
 
 def _check_search(asked: TextSettings) -> None:
@@ -140,7 +140,7 @@ def _check_search(asked: TextSettings) -> None:
 
     if asked.num_beams > 1 and asked.temperature > 0:
         raise UsageError(
-            f"searches and draws nothing, and --temperature is {asked.temperature}; add --temperature 0", flag="--num-beams", value=asked.num_beams
+            f"searches and draws nothing, and --temperature is {asked.temperature}", "add --temperature 0", flag="--num-beams", value=asked.num_beams
         )
 
 
@@ -191,13 +191,13 @@ def check(asked: TextSettings) -> None:
     )
     for flag, value, ok, rule, near in rules:
         if not ok:
-            raise UsageError(f"must be {rule}, got {value}; the nearest legal value is {near}", flag=flag)
+            raise UsageError(f"must be {rule}, got {value}", f"the nearest legal value is {near}", flag=flag)
     if asked.num_beams == 1 and (asked.length_penalty, asked.early_stopping) != (1.0, "false"):
         flag = "--early-stopping" if asked.length_penalty == 1 else "--length-penalty"
-        raise UsageError(f"is for a beam search, and --num-beams is 1; raise it, or drop {flag}", flag=flag)
+        raise UsageError("is for a beam search, and --num-beams is 1", f"raise it, or drop {flag}", flag=flag)
     check_prompt(asked.prompt)
     if asked.prompt and asked.prompt_file:
-        raise UsageError(f"and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them", flag="--prompt")
+        raise UsageError(f"and --prompt-file {asked.prompt_file} both say how texts begin", "drop one of them", flag="--prompt")
 
 
 def prompts_of(asked: TextSettings) -> list[str]:
@@ -215,17 +215,17 @@ def prompts_of(asked: TextSettings) -> list[str]:
             text = file.read()
     except OSError as error:
         raise DataError(
-            f"cannot be read: {error.strerror}; give a text file with one prompt a line", flag="--prompt-file", value=asked.prompt_file
+            f"cannot be read: {error.strerror}", "give a text file with one prompt a line", flag="--prompt-file", value=asked.prompt_file
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(
-            f"is not text in UTF-8: {error.reason} at byte {error.start}; convert it", flag="--prompt-file", value=asked.prompt_file
+            f"is not text in UTF-8: {error.reason} at byte {error.start}", "convert it", flag="--prompt-file", value=asked.prompt_file
         ) from None
     lines = text.removesuffix("\n").split("\n")  # splitlines() would also end prompts at form feeds and similar characters
     if not text:
-        raise DataError("is empty; write one prompt a line", flag="--prompt-file", value=asked.prompt_file)
+        raise DataError("is empty", "write one prompt a line", flag="--prompt-file", value=asked.prompt_file)
     if "" in lines:
-        raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty; write one prompt a line, or remove it")
+        raise DataError(f"line {lines.index('') + 1} of --prompt-file {asked.prompt_file} is empty", "write one prompt a line, or remove it")
     return lines
 
 

@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
 
     source = open_source(words[0])
     if source.config.objective != "causal":
-        raise UsageError(f"perplexity needs a model that predicts the next token, and {words[0]} is a {source.config.model_type}; use one of those")
+        raise UsageError(f"perplexity needs a model that predicts the next token, and {words[0]} is a {source.config.model_type}", "use one of those")
     length = checked_length(asked.seq_len, source.config, source.context)
     dataset, tokenizer = _open(asked, source)
     split, file = _split_of(asked, dataset)
@@ -120,19 +120,19 @@ def check(asked: ScoreSettings) -> None:
 
     for flag, value in (("--seq-len", asked.seq_len), ("--batch", asked.batch)):
         if value is not None and value < 1:
-            raise UsageError(f"must be at least 1, got {value}; the nearest legal value is 1", flag=flag)
+            raise UsageError(f"must be at least 1, got {value}", "the nearest legal value is 1", flag=flag)
     if asked.dataset_select == 0 or asked.dataset_select < -1:
-        raise UsageError(f"must be at least 1, or -1 for all, got {asked.dataset_select}; the nearest legal value is 1", flag="--dataset-select")
+        raise UsageError(f"must be at least 1, or -1 for all, got {asked.dataset_select}", "the nearest legal value is 1", flag="--dataset-select")
     is_apart = bool(asked.val_path) or asked.dataset == WIKITEXT  # the selection applies to training texts
     if asked.dataset_select != -1 and asked.dataset != "train.bin" and is_apart and asked.split != "train":
         raise UsageError(
-            f"selects training texts, and {asked.val_path or f'the validation part of {asked.dataset}'} "
-            f"is scored whole; drop it{'' if asked.val_path else ', or add --split train'}",
+            f"selects training texts, and {asked.val_path or f'the validation part of {asked.dataset}'} is scored whole",
+            f"drop it{'' if asked.val_path else ', or add --split train'}",
             flag="--dataset-select",
             value=asked.dataset_select,
         )
     if asked.val_path and asked.split == "train":
-        raise UsageError("is not scored with --split train; drop one of them", flag="--val-path", value=asked.val_path)
+        raise UsageError("is not scored with --split train", "drop one of them", flag="--val-path", value=asked.val_path)
 
 
 def _open(asked: ScoreSettings, source: ModelSource) -> tuple[Dataset, Tokenizer | None]:
@@ -167,6 +167,6 @@ def _split_of(asked: ScoreSettings, dataset: Dataset) -> tuple[str, TokenFile]:
     if asked.split == "train" or (asked.split == "auto" and dataset.validation is None):
         return "train", dataset.train
     if dataset.validation is None:
-        raise UsageError(f"validation needs validation data and {dataset.name} brings none; add --val-path, or use --split train", flag="--split")
+        raise UsageError(f"validation needs validation data and {dataset.name} brings none", "add --val-path, or use --split train", flag="--split")
     assert isinstance(dataset.validation, TokenFile)
     return "validation", dataset.validation

@@ -86,11 +86,8 @@ def run(argv: Sequence[str]) -> int:
             machine = with_budgets(machine)
             check_disk(machine.disk)
         if settings.tiling.auto_tile == "measured" and open_tiles(settings):
-            raise UsageError(
-                "runs steps, and nntask plan runs nothing; drop it, or see what it finds with nntask train --dry-run --auto-tile measured",
-                flag="--auto-tile",
-                value="measured",
-            )
+            remedy = "drop it, or see what it finds with nntask train --dry-run --auto-tile measured"
+            raise UsageError("runs steps, and nntask plan runs nothing", remedy, flag="--auto-tile", value="measured")
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
         with Doing("nntask.planning", SILENT_SECONDS) if sys.stderr.isatty() else nullcontext():
@@ -117,7 +114,8 @@ def _check_flags(asked: Request) -> None:
         raise UsageError(f"is about {why[given]}", "add --devices 8x80GiB@150TF, or drop it", flag=f"--{given}", value=flags[given])
     if dask := asked.settings.cluster.dask:
         raise UsageError(
-            "belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches",
+            "belongs to nntask train, and a plan is of one machine",
+            "drop it, and give the --batch of one node's minibatches",
             flag="--dask",
             value=dask,
         )
@@ -178,8 +176,8 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
         value, names = typed(resources, name), {name, *(inner for inner, suffix in SUFFIXES.items() if suffix.flag == name)}
         if value not in (nothing, "") and {each.replace("_", "-") for each in names} & set(stated):
             raise UsageError(
-                f"is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
-                "--devices, the rate of their links with --link, or drop it",
+                f"is about this machine, and --devices {devices} is another one",
+                "give its devices, and their memory, with --devices, the rate of their links with --link, or drop it",
                 flag=flag_of(name),
                 value=value,
             )

@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     keep = tuple(each.strip() for each in settings.keep.split(",") if each.strip())
     for flag, value in {"--embeddings": settings.embeddings, "--head": settings.head}.items():
         if value and not settings.type.startswith("q"):
-            raise UsageError(f"is about --type q8_0 and q4_0, and {settings.type} is for all matrices; drop it", flag=flag)
+            raise UsageError(f"is about --type q8_0 and q4_0, and {settings.type} is for all matrices", "drop it", flag=flag)
     nbytes = parse_size(settings.ram, "--ram") if settings.ram else None
     source, target = open_source(words[0]), Path(words[1])
     has_tokenizer = source.has_tokenizer or bool(settings.tokenizer_path)
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     model = Convertible.of(source.path, source.config, source.checkpoint, tokenizer)
     if settings.head and model.config.names.head not in model.shapes():
         raise UsageError(
-            f"is for a head with its own weights, and the head of {source.path} is the embedding; use --embeddings, or drop it", flag="--head"
+            f"is for a head with its own weights, and the head of {source.path} is the embedding", "use --embeddings, or drop it", flag="--head"
         )
     asked = Conversion(settings.type, settings.embeddings, settings.head, keep, nbytes)
     write = write_gguf if target.suffix == ".gguf" else write_quantised

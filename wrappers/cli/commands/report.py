@@ -42,23 +42,25 @@ def run(argv: Sequence[str]) -> int:
 
     record = read_run(directory, Path(settings.trace) if settings.trace else None)
     if target.is_dir():
-        raise UsageError("is a directory; give a file", flag="--output", value=target)
+        raise UsageError("is a directory", "give a file", flag="--output", value=target)
     if not target.absolute().parent.is_dir():
-        raise UsageError(f"cannot be written: there is no directory {target.parent}; make it, or choose another place", flag="--output", value=target)
+        raise UsageError(
+            f"cannot be written: there is no directory {target.parent}", "make it, or choose another place", flag="--output", value=target
+        )
     check_writable(target, "--output")
     try:
         from wrappers.report.page import page
     except ImportError as error:
-        raise UsageError(f"report needs the bokeh package ({error}); pip install -e '.[dashboard]'") from error
+        raise UsageError(f"report needs the bokeh package ({error})", "pip install -e '.[dashboard]'") from error
     if steps is not None:
         traced = traced_steps(record.nodes)
         if not any(steps[0] <= step <= steps[1] for step in traced):
             what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
-            raise UsageError(f"must name steps that were traced, got {settings.steps}, and {what}; change or drop it", flag="--steps")
+            raise UsageError(f"must name steps that were traced, got {settings.steps}, and {what}", "change or drop it", flag="--steps")
     try:
         with written_aside(target) as new:
             new.write_text(page(record, steps), encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
+        raise StorageError(f"cannot write {target}: {error.strerror}", "choose another file with --output") from None
     print(target)
     return 0

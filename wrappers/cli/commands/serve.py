@@ -124,20 +124,20 @@ def check(asked: ServerSettings) -> None:
     )
     for flag, value, ok, rule, near in rules:
         if not ok:
-            raise UsageError(f"must be {rule}, got {value}; the nearest legal value is {near}", flag=flag)
+            raise UsageError(f"must be {rule}, got {value}", f"the nearest legal value is {near}", flag=flag)
     if parse_size(asked.max_body, "--max-body") < 1:
-        raise UsageError(f"must be at least 1 byte, got {asked.max_body}; raise it", flag="--max-body")
+        raise UsageError(f"must be at least 1 byte, got {asked.max_body}", "raise it", flag="--max-body")
     _clock(asked.template_date)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"serve needs the {missing[0].replace('_', '-')} package; pip install -e '.[serve]'")
+        raise UsageError(f"serve needs the {missing[0].replace('_', '-')} package", "pip install -e '.[serve]'")
 
 
 def _context(asked: ServerSettings, source: ModelSource) -> int:
     from nntask import UsageError
 
     if asked.max_context > source.context:
-        raise UsageError(f"must be at most the model's context of {source.context}, got {asked.max_context}; lower it", flag="--max-context")
+        raise UsageError(f"must be at most the model's context of {source.context}, got {asked.max_context}", "lower it", flag="--max-context")
     return asked.max_context or source.context
 
 
@@ -193,7 +193,7 @@ def _clock(day: str) -> Callable[[], datetime]:
     try:
         date = datetime.fromisoformat(day)
     except ValueError:
-        raise UsageError(f"must be a day as 2026-11-30, got {day!r}; give one", flag="--template-date") from None
+        raise UsageError(f"must be a day as 2026-11-30, got {day!r}", "give one", flag="--template-date") from None
     return lambda: date
 
 
@@ -232,15 +232,15 @@ def _key(file: str) -> str:
         try:
             with open_text(file) as lines:
                 if os.fstat(lines.fileno()).st_mode & (stat.S_IRWXO):
-                    raise UsageError(f"{where} may be read by everybody on this machine; chmod o= it")
+                    raise UsageError(f"{where} may be read by everybody on this machine", "chmod o= it")
                 key = lines.readline(_LONGEST_KEY).strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
-            raise DataError(f"{where} cannot be read: {why}; give a file with the key in its first line") from None
+            raise DataError(f"{where} cannot be read: {why}", "give a file with the key in its first line") from None
         if not key:
-            raise DataError(f"{where} has no key in its first line; write one")
+            raise DataError(f"{where} has no key in its first line", "write one")
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise UsageError(f"{where} must be a key of printable ASCII without spaces, which clients can send; choose another")
+        raise UsageError(f"{where} must be a key of printable ASCII without spaces, which clients can send", "choose another")
     return key
 
 

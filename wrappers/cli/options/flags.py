@@ -86,12 +86,12 @@ class Flag:
             if text not in self.choices:
                 near = difflib.get_close_matches(text, self.choices, 1)
                 advice = _RENAMED_VALUES.get((self.name, text)) or (f"did you mean {near[0]}?" if near else "choose one of them")
-                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}; {advice}")
+                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}", f"{advice}")
             return text
         if self.value_type is bool:
             word = text.lower()
             if word not in ("true", "false", "1", "0", "yes", "no"):
-                raise UsageError(f"{source} must be true or false, got {text!r}; write one of them")
+                raise UsageError(f"{source} must be true or false, got {text!r}", "write one of them")
             return word in ("true", "1", "yes")
         if self.value_type in (int, float):
             if text in self.words:
@@ -100,7 +100,7 @@ class Flag:
                 return self.value_type(text)
             except ValueError:
                 what = " or ".join(["a whole number" if self.value_type is int else "a number", *self.words])
-                raise UsageError(f"{source} must be {what}, got {text!r}; write one") from None
+                raise UsageError(f"{source} must be {what}, got {text!r}", "write one") from None
         return text
 
 
@@ -179,7 +179,7 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
             continue
         words.append(token)
         if len(words) > positional:
-            raise UsageError(f"unexpected word {token!r}; flags begin with --, see --help")
+            raise UsageError(f"unexpected word {token!r}", "flags begin with --, see --help")
     return values, words
 
 
@@ -262,7 +262,7 @@ def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any
         if suffix.flag == flag.field and suffix.separator in text and second is not None:
             text, _, end = text.partition(suffix.separator)
             if not end:
-                raise UsageError(f"{source} {text}{suffix.separator} lacks {suffix.name} at its end; add it, or drop {suffix.separator}")
+                raise UsageError(f"{source} {text}{suffix.separator} lacks {suffix.name} at its end", f"add it, or drop {suffix.separator}")
             values[second.name] = second.convert(end, f"{suffix.name} in {source}")
     return {**values, flag.name: flag.convert(text, source)}
 
@@ -294,7 +294,7 @@ def from_toml(text: str, path: str, table: Table) -> tuple[dict[str, Any], dict[
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not a TOML file: {error}; correct that line") from None
+        raise UsageError(f"{path} is not a TOML file: {error}", "correct that line") from None
     pairs: list[tuple[str, Any]] = []
     for key, value in content.items():
         pairs += value.items() if isinstance(value, dict) else [(key, value)]
@@ -307,7 +307,7 @@ def from_toml(text: str, path: str, table: Table) -> tuple[dict[str, Any], dict[
         if (not is_old and name not in table) or (name == "load-optimizer" and value):  # a start from such a file cannot be translated
             raise unknown(name, str(value), table, f"key {key!r} in {path}")
         if isinstance(value, (dict, list)):
-            raise UsageError(f"{key} in {path} must be a single value, got {value!r}; write one")
+            raise UsageError(f"{key} in {path} must be a single value, got {value!r}", "write one")
         word = str(value).lower() if isinstance(value, bool) else str(value)
         entries[name] = FileEntry(key, word)
         if is_old:

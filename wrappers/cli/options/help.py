@@ -44,7 +44,7 @@ def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequen
     table = table_of(settings)
     values, given = scan(argv, table, len(words) + len(optional))
     if len(given) < len(words):
-        raise UsageError(f"{program.removeprefix('nntask ')} needs {' '.join(words)}; see {program} --help")
+        raise UsageError(f"{program.removeprefix('nntask ')} needs {' '.join(words)}", f"see {program} --help")
     return build(settings(), values, table), given
 
 

@@ -135,7 +135,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
             complain(f"a resumed run writes only to its directory; to use the disk tier of the run again, add: --disk {shlex.quote(disk)}")
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
-            raise UsageError("and --resume both say where to begin; drop one of them", flag="--init-from", value=begin)
+            raise UsageError("and --resume both say where to begin", "drop one of them", flag="--init-from", value=begin)
         if resumed and explicit.get("minibatch") == "auto":
             del explicit["minibatch"]  # the checkpoint has the number that was chosen
         values = merge(stored, explicit)
@@ -206,7 +206,7 @@ def _read_config(file: str, table: Table) -> tuple[dict[str, Any], dict[str, Fil
         return from_toml(Path(file).read_text(encoding="utf-8"), file, table)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot be read: {getattr(error, 'strerror', None) or error}; give an existing TOML file", flag="--config", value=file
+            f"cannot be read: {getattr(error, 'strerror', None) or error}", "give an existing TOML file", flag="--config", value=file
         ) from None
 
 
@@ -223,7 +223,7 @@ def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
     if not resume:
         from nntask import UsageError
 
-        raise UsageError("must name a run or a checkpoint, got an empty name; name one, or give no value for the newest run", flag="--resume")
+        raise UsageError("must name a run or a checkpoint, got an empty name", "name one, or give no value for the newest run", flag="--resume")
     from nntask.checkpoints import find_checkpoint
     from nntask.training import newest_run
 

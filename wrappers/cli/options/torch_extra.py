@@ -24,7 +24,8 @@ def load_torch(untiled: tuple[Mapping[str, Any], str]) -> None:
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"model_type in {source} is {values['model_type']}, which is trained through PyTorch, and that needs the {' and '.join(missing)} "
-            f"package{'s' if len(missing) > 1 else ''}; pip install -e '.[torch]', or use a gpt2 or llama"
+            f"package{'s' if len(missing) > 1 else ''}",
+            "pip install -e '.[torch]', or use a gpt2 or llama",
         )
     from ...torch.releases import refuse_older
 

@@ -129,9 +129,10 @@ class Verifier:
         if differences:
             more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
             raise NntaskError(
-                f"step {number} differs from the same step by eager PyTorch (verify={self._every}): {'; '.join(differences[:4])}{more}; something "
+                f"step {number} differs from the same step by eager PyTorch (verify={self._every}): {'; '.join(differences[:4])}{more}",
+                "something "
                 "that the step reads is out of sight (C code, files, the clock, state of an installed package): move it to a buffer or an attribute "
-                "of the module"
+                "of the module",
             )
 
     def _update(self, expected: Expected, state: Mapping[str, torch.Tensor], num_steps: int) -> None:
