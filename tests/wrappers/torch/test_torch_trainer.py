@@ -168,7 +168,9 @@ def test_evaluation_and_prediction_need_no_training(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no values, since a session holds them.* or close\(\) of its trainer"):
         Trainer(module, arguments(tmp_path), eval_dataset=Texts(5), **TERMS).evaluate()
     ours.close()
-    assert Trainer(module, arguments(tmp_path), eval_dataset=Texts(5), **TERMS).evaluate()["eval_loss"] == after["eval_loss"]
+    another = Trainer(module, arguments(tmp_path), eval_dataset=Texts(5), **TERMS)
+    assert another.evaluate()["eval_loss"] == after["eval_loss"]
+    another.close()
     read = hf.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
     assert hf.Trainer(read, arguments(tmp_path), eval_dataset=Texts(5)).evaluate()["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
 
