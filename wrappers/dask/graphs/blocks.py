@@ -46,7 +46,7 @@ class Block:
         next_use: order of the next task that will read it; changes only before the block is counted, or while a request holds it.
         number: number of the block, which breaks ties.
         is_counted: whether the block counts: from `Ledger.adopt` to `Ledger.release`.
-        state: see `TRANSITIONS`.
+        state: place of the bytes, see `TRANSITIONS`.
         stays: whether it cannot be written.
         num_pins: number of admitted requests that read it.
         waiting: those of them that wait until it has been read.

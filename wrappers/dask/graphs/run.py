@@ -18,7 +18,7 @@ from typing import Any
 from dask._task_spec import GraphNode
 from dask.utils import key_split
 
-from scheduler.machine import PAGE, sleep_until
+from scheduler.machine import PAGE, rounded, sleep_until
 
 from .blocks import FAR, Block, Request
 from .evaluate import evaluate
@@ -102,7 +102,7 @@ class GraphRun:
                 self._fail(error)
                 request = job[1] if job is not None else None
                 if request is not None and request.is_admitted and self.store.failure is None:
-                    self.store.finish(request)
+                    self.store.advance(self.store.ledger.finish, request)
         finally:
             with self._wake:
                 self._num_working -= 1
@@ -197,7 +197,7 @@ class GraphRun:
             if type(entry) is Held:
                 blocks.update(dict.fromkeys(entry.blocks))
         self._num_submitted += 1
-        self.store.submit(self, number, self.first + number, list(blocks), room, PAGE)
+        self.store.advance(self.store.ledger.request, Request(self, number, self.first + number, list(blocks), rounded(room), PAGE, self.depth))
 
     def _next_use(self, block: Block) -> int:
         """Return the order of the next task that will read the block; `FAR` if there is none."""
@@ -212,7 +212,7 @@ class GraphRun:
             self._fetching, self._is_fetching = request, False
             self._fetched.set()
         elif self._ended:
-            self.store.finish(request)
+            self.store.advance(self.store.ledger.finish, request)
         else:
             heapq.heappush(self._admitted, (request.number, request))
             if self._num_idle:
@@ -246,9 +246,9 @@ class GraphRun:
         self._wake.notify_all()
         admitted, self._admitted = self._admitted, []
         if self.store.failure is None:
-            self.store.withdraw(self)
+            self.store.advance(self.store.ledger.withdraw, self)
             for _, request in admitted:
-                self.store.finish(request)
+                self.store.advance(self.store.ledger.finish, request)
 
     def _complete(self, number: int, request: Request | None, value: Any, weight: int) -> None:
         """Keep a task's value, drop values that no task reads any more, and release its readers."""
@@ -256,7 +256,7 @@ class GraphRun:
             self._num_submitted -= 1
         if self._ended:
             if request is not None:
-                self.store.finish(request)
+                self.store.advance(self.store.ledger.finish, request)
             return
         plan, cache = self.plan, self._cache
         key = plan.keys[number]
@@ -274,7 +274,7 @@ class GraphRun:
         if request is not None:
             for block in request.blocks:
                 block.next_use = self._next_use(block)
-            self.store.finish(request)
+            self.store.advance(self.store.ledger.finish, request)
         if not self._left[number]:
             self._drop(number)
         left = self._left
@@ -353,7 +353,7 @@ class GraphRun:
         if blocks and self.store.spills:
             with self._wake:
                 self._is_fetching = True
-                self.store.submit(self, RESULTS, self.first + len(self.plan.nodes), blocks, 0, 0)
+                self.store.advance(self.store.ledger.request, Request(self, RESULTS, self.first + len(self.plan.nodes), blocks, 0, 0, self.depth))
                 self.store.look_for_deadlock()
             sleep_until(self._fetched)
             if self.error is not None:
@@ -370,7 +370,7 @@ class GraphRun:
         """End the pseudo-task that holds the requested values in memory."""
         request, self._fetching = self._fetching, None
         if request is not None and self.store.failure is None:
-            self.store.finish(request)
+            self.store.advance(self.store.ledger.finish, request)
 
     def close(self) -> None:
         """Drop all values."""

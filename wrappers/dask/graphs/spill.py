@@ -92,7 +92,7 @@ class SpillEngine:
 
     def close(self) -> None:
         """End the threads after their current copies, and close the file."""
-        for thread in self._threads:
+        for _ in range(THREADS):
             self._moves.put((-1, next(self._numbers), None))
         for thread in self._threads:
             with suppress(RuntimeError):  # the calling thread itself

@@ -20,7 +20,7 @@ from scheduler.drivers import THREADS
 from scheduler.machine import rounded
 from scheduler.storage import DiskTier
 
-from .blocks import Action, Block, Request, Start, Refuse
+from .blocks import Action, Block, Refuse, Request, Start
 from .ledger import Ledger
 from .spill import SpillEngine, staging_bytes
 from .values import forget
@@ -34,9 +34,11 @@ class Client(Protocol):
 
     Attributes:
         first: order of its first task.
+        depth: number of graphs whose tasks wait for this client.
     """
 
     first: int
+    depth: int
 
     @property
     def is_open(self) -> bool:
@@ -45,10 +47,6 @@ class Client(Protocol):
     @property
     def num_busy(self) -> int:
         """Number of threads that run a task or could take one."""
-
-    @property
-    def depth(self) -> int:
-        """Number of graphs whose tasks wait for this client."""
 
     def admitted(self, request: Request) -> None:
         """Take a task whose data is in memory."""
@@ -96,27 +94,31 @@ class Store:
         """Whether there is a disk below."""
         return self._disk is not None
 
-    def submit(self, client: Client, number: int, order: int, blocks: Sequence[Block], room: int, least: int) -> None:
-        """Request the memory of a task. The client is called when it has it, perhaps at once.
+    def advance(self, step: Callable[..., Sequence[Action] | None], *arguments: object) -> Sequence[Action]:
+        """Advance the ledger by one of its methods, and carry out the resulting actions; the caller holds the lock.
 
-        Args:
-            client: the client.
-            number: the client's number for the task.
-            order: order of the task among the tasks of all clients.
-            blocks: blocks that the task reads.
-            room: expected bytes of its result.
-            least: bytes of room with which it runs if nothing else can free more.
+        Returns:
+            The actions.
+
+        Raises:
+            DoesNotFit: an adopted block does not fit the disk.
+            SchedulerError: the store is broken.
         """
-        room = rounded(room) if room else 0
-        self._advance(self.ledger.request, Request(client, number, order, blocks, max(room, least), least, client.depth))
-
-    def finish(self, request: Request) -> None:
-        """Note the end of a task."""
-        self._advance(self.ledger.finish, request)
-
-    def withdraw(self, client: Client) -> None:
-        """Remove the requests of a client that wait."""
-        self._advance(self.ledger.withdraw, client)
+        if self.failure is not None:
+            raise self.failure
+        while self.inbox:
+            self.num_lent -= 1
+            self.count_small(-self.inbox.popleft())
+        try:
+            actions = step(*arguments) or ()
+        except DoesNotFit:
+            raise  # nothing has changed
+        except BaseException as error:  # a bug of ours, or an interrupt in the middle of a step
+            self._break(error)
+            raise
+        for action in actions:
+            self._carry_out(action)
+        return actions
 
     def new_block(self, client: Client, owner: Any, nbytes: int, is_array: bool) -> Block:
         """Return a block, not yet counted, for the memory of an owner that has none."""
@@ -131,17 +133,16 @@ class Store:
         """
         self.largest = max(self.largest, block.nbytes)
         try:
-            self._advance(self.ledger.adopt, block)
+            self.advance(self.ledger.adopt, block)
         except DoesNotFit:
-            del self.blocks[id(block.owner)]
+            self._unlist(block)
             raise
 
     def release(self, block: Block) -> None:
         """Release a block after its last reader."""
-        if block.owner is not None:
-            self.blocks.pop(id(block.owner), None)
+        self._unlist(block)
         if block.is_counted:
-            self._advance(self.ledger.release, block)
+            self.advance(self.ledger.release, block)
 
     def count_small(self, nbytes: int) -> None:
         """Count `nbytes` more bytes of small results, or fewer if negative."""
@@ -150,39 +151,19 @@ class Store:
 
     def hand_over(self, block: Block) -> None:
         """Give a block to the program: it stays in host memory, and counts, until no reference to it is left."""
-        owner = block.owner
-        self.blocks.pop(id(owner), None)
-        if not block.is_counted:
-            return
+        self._unlist(block)
         try:
-            weakref.finalize(owner, self.inbox.append, block.size).atexit = False
+            weakref.finalize(block.owner, self.inbox.append, block.size).atexit = False
         except TypeError:  # has no weak references, so its end would go unnoticed
-            self._advance(self.ledger.release, block)
+            self.advance(self.ledger.release, block)
             return
         self.num_lent += 1
-        self._advance(self.ledger.lend, block)
+        self.advance(self.ledger.lend, block)
 
-    def _advance(self, step: Callable[..., Sequence[Action] | None], *arguments: object) -> None:
-        """Advance the ledger and carry out the resulting actions; the caller holds the lock.
-
-        Raises:
-            DoesNotFit: an adopted block does not fit the disk.
-            SchedulerError: the store is broken.
-        """
-        if self.failure is not None:
-            raise self.failure
-        while self.inbox:
-            self.num_lent -= 1
-            self.count_small(-self.inbox.popleft())
-        try:
-            actions = step(*arguments)
-        except DoesNotFit:
-            raise  # nothing has changed
-        except BaseException as error:  # a bug of ours, or an interrupt in the middle of a step
-            self._break(error)
-            raise
-        for action in actions or ():
-            self._carry_out(action)
+    def _unlist(self, block: Block) -> None:
+        """Take a block off the list of those whose owner may be part of another result."""
+        if self.blocks.get(id(block.owner)) is block:
+            del self.blocks[id(block.owner)]
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -190,23 +171,23 @@ class Store:
         elif isinstance(action, Refuse):
             action.request.client.refused(action.request, action.error)
         elif action.kind == "forget":
-            self.blocks.pop(id(action.block.owner), None)
+            self._unlist(action.block)
             forget(action.block)
         else:
             assert self._disk is not None  # else nothing moves
             (self._disk.discard(action.block) if action.kind == "discard" else self._disk.put(action))
 
     def too_large(self, task: object, nbytes: int) -> DoesNotFit:
-        """Return the error for a task that reads `nbytes` bytes at once, or for the results of a graph if `task` is None."""
+        """Return the error for a task that reads `nbytes` bytes at once, or for the requested results if `task` is None."""
         ledger = self.ledger
         held = f", of which {ledger.fixed:,} B are lent to the program or small results" if ledger.fixed else ""
         full = not self.spills and nbytes <= ledger.budget
         below = "; without a disk earlier results stay there" if full else ""
-        what = "the results of a graph, which has" if task is None else f"task {task!r}, which reads"
+        what = f"the requested results, {nbytes:,} B in all," if task is None else f"task {task!r}, which reads {nbytes:,} B of results at once,"
         advice = "raise ram, " + ("name a disk, " if full else "") + ("let go of earlier results, " if ledger.fixed else "") + "or use smaller chunks"
         return DoesNotFit(
-            Shortage("taken" if full else "task", "ram", nbytes, ledger.budget, ledger.fixed, task="the results" if task is None else str(task)),
-            f"there is no room for {what} {nbytes:,} B of results at once, in {ledger.budget:,} B of ram{held}{below}",
+            Shortage("taken" if full else "task", "ram", nbytes, ledger.budget, ledger.fixed, task="" if task is None else str(task)),
+            f"there is no room for {what} in {ledger.budget:,} B of ram{held}{below}",
             advice,
         )
 
@@ -218,10 +199,7 @@ class Store:
         ledger = self.ledger
         if not nested or self.failure is not None or ledger.num_copying or sum(client.num_busy for client in self.clients) > len(nested):
             return
-        forced = ledger.force()
-        for action in forced:
-            self._carry_out(action)
-        if not forced:
+        if not self.advance(ledger.force):
             latest = max(nested, key=lambda client: client.first)
             latest.broken(
                 DoesNotFit(
@@ -236,12 +214,12 @@ class Store:
         """Note the end of a copy: it has succeeded, it has failed with `error`, or the block `stays` because it cannot be pickled."""
         with self.lock:
             if self.failure is None:
-                if block.owner is not None:
+                if block.state == "reading" and error is None:
                     self.blocks[id(block.owner)] = block
                 if error is None:
-                    self._advance(self.ledger.stay if stays else self.ledger.end_copy, block)
+                    self.advance(self.ledger.stay if stays else self.ledger.end_copy, block)
                 else:
-                    self._advance(self.ledger.fail_copy, block, error)
+                    self.advance(self.ledger.fail_copy, block, error)
                 self.look_for_deadlock()
                 self._untrimmed += block.nbytes
         if self._untrimmed > self.ledger.budget // TRIM:

@@ -126,9 +126,7 @@ def _template(value: Any, find: Callable[[Any, int, bool], Block | None], blocks
     return lambda: block.owner
 
 
-def _array_template(
-    array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]
-) -> Callable[[], Any]:
+def _array_template(array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
     owner = owner_of(array)
     if owner.nbytes < SMALL:
         return lambda: array
