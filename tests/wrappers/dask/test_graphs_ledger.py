@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from scheduler import DoesNotFit, Shortage
-from wrappers.dask.graphs.blocks import Action, Block, Move, Refuse, Request, Start
+from wrappers.dask.graphs.blocks import Action, MemoryBlock, MemoryRequest, MoveBlock, RefuseTask, StartTask
 from wrappers.dask.graphs.ledger import Ledger
 
 LOST = OSError("the disk failed")
@@ -19,24 +19,24 @@ class Program:
 
     def __init__(self, ram: int, disk: int | None = 1000) -> None:
         self.ledger = Ledger(ram, disk)
-        self.copies: list[Move] = []
-        self.running: list[Request] = []
+        self.copies: list[MoveBlock] = []
+        self.running: list[MemoryRequest] = []
         self.dropped: list[tuple[str, str]] = []
         self.refused: list[tuple[str, BaseException | None]] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[MemoryBlock] = []
         self.ended: set[str] = set()
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Start(request):
+                case StartTask(request):
                     assert all(block.state in ("memory", "writing", "spoilt", "both") for block in request.blocks)
                     self.running.append(request)
-                case Refuse(request, error):
+                case RefuseTask(request, error):
                     self.refused.append((request.client, error))
-                case Move("write" | "read"):
+                case MoveBlock("write" | "read"):
                     self.copies.append(action)
-                case Move(kind, block):
+                case MoveBlock(kind, block):
                     self.dropped.append((kind, block.owner))
         self.check()
 
@@ -46,34 +46,36 @@ class Program:
         held = [block for block in self.blocks if block.is_counted or block.num_pins or block.state in ("writing", "spoilt", "reading")]
         resident = sum(block.size for block in held if block.state not in ("disk", "lost"))
         stuck = sum(block.size for block in held if block.stays)
-        rooms = {request: request.room for block in self.blocks for request in block.waiting} | {request: request.room for request in self.running}
-        assert ledger.used == resident + sum(rooms.values()) + ledger.fixed - stuck
+        results = {request: request.result_nbytes for block in self.blocks for request in block.waiting} | {
+            request: request.result_nbytes for request in self.running
+        }
+        assert ledger.used == resident + sum(results.values()) + ledger.fixed - stuck
         assert ledger.disk_used == (sum(block.size for block in held) if ledger.disk is not None else 0)
         assert ledger.num_copying == len(self.copies)
         for queue in (ledger._clean, ledger._dirty):
             assert all(before[:2] < after[:2] for before, after in pairwise(queue))
             assert all(entry[:2] == (entry[-1].next_use, entry[-1].number) and not entry[-1].num_pins for entry in queue)
 
-    def adopt(self, name: str, size: int, next_use: int = 0) -> Block:
-        block = Block(size, size, owner=name, next_use=next_use)
+    def adopt(self, name: str, size: int, next_use: int = 0) -> MemoryBlock:
+        block = MemoryBlock(size, size, owner=name, next_use=next_use)
         self.ledger.adopt(block)
         self.blocks.append(block)
         self.check()
         return block
 
-    def submit(self, name: str, reads: list[Block], room: int, order: int, *, least: int = 1, depth: int = 0) -> Request:
-        request = Request(name, 0, order, reads, room, least, depth)
+    def submit(self, name: str, reads: list[MemoryBlock], result_nbytes: int, order: int, *, min_nbytes: int = 1, depth: int = 0) -> MemoryRequest:
+        request = MemoryRequest(name, 0, order, reads, result_nbytes, min_nbytes, depth)
         self.carry_out(self.ledger.request(request))
         return request
 
-    def finish(self, request: Request, next_use: int = 1 << 40) -> None:
+    def finish(self, request: MemoryRequest, next_use: int = 1 << 40) -> None:
         self.running.remove(request)
         self.ended.add(request.client)
         for block in request.blocks:
             block.next_use = next_use
         self.carry_out(self.ledger.finish(request))
 
-    def end(self, copy: Move) -> None:
+    def end(self, copy: MoveBlock) -> None:
         self.copies.remove(copy)
         self.carry_out(self.ledger.end_copy(copy.block))
 
@@ -92,18 +94,18 @@ def test_what_is_used_last_leaves_first_and_comes_back() -> None:
     """Room for a task is made by the furthest next use, written once; what is read again is fetched, and dropped without being written again."""
     program = Program(ram=8)
     soon, late, middle = (program.adopt(name, 2, due) for name, due in (("soon", 1), ("late", 90), ("middle", 40)))
-    task = program.submit("makes 3", [soon], room=3, order=0)
+    task = program.submit("makes 3", [soon], result_nbytes=3, order=0)
     assert [copy.block for copy in program.copies] == [late]
     program.arrive()
     assert program.dropped == [("forget", "late")]
     assert program.running == [task]
     program.finish(task, next_use=1)
-    second = program.submit("reads late", [late], room=4, order=1)
+    second = program.submit("reads late", [late], result_nbytes=4, order=1)
     program.arrive()
     assert program.running == [second]
     assert (program.ledger.written, program.ledger.read) == (4, 2)  # late, then middle
     program.finish(second, next_use=95)
-    program.submit("makes 4", [soon, middle], room=4, order=2)
+    program.submit("makes 4", [soon, middle], result_nbytes=4, order=2)
     program.arrive()
     assert program.names == ["makes 4"]
     assert program.ledger.written == 4  # late was clean
@@ -114,12 +116,12 @@ def test_what_a_task_changes_in_place_is_written_anew(on_its_way: bool) -> None:
     """Whether it was read back from the disk or is being written just now: what the disk has of it is out of date, and is never read."""
     program = Program(ram=8)
     data = program.adopt("data", 4, next_use=50)
-    larger = program.submit("makes 5", [], room=5, order=9)
+    larger = program.submit("makes 5", [], result_nbytes=5, order=9)
     assert [copy.kind for copy in program.copies] == ["write"]
     if not on_its_way:
         program.arrive()
         program.finish(larger)
-    task = program.submit("changes", [data], room=1, order=1)
+    task = program.submit("changes", [data], result_nbytes=1, order=1)
     if not on_its_way:
         program.arrive()
     assert program.running == [task]
@@ -128,20 +130,20 @@ def test_what_a_task_changes_in_place_is_written_anew(on_its_way: bool) -> None:
     assert data.state == ("spoilt" if on_its_way else "memory")
     program.arrive()
     if not on_its_way:
-        program.submit("makes 6", [], room=6, order=10)
+        program.submit("makes 6", [], result_nbytes=6, order=10)
     program.arrive()
     assert program.ledger.written == 8  # twice
     assert data.state == "disk"
 
 
 def test_data_may_arrive_above_the_budget_and_then_nothing_is_admitted_until_it_is_met() -> None:
-    """A result larger than its room is counted at once; the next task waits until the excess has left."""
+    """A result larger than expected is counted at once; the next task waits until the excess has left."""
     program = Program(ram=4)
-    task = program.submit("makes", [], room=1, order=0)
+    task = program.submit("makes", [], result_nbytes=1, order=0)
     big = program.adopt("big", 6, next_use=9)
     assert (program.ledger.used, program.ledger.is_full) == (7, True)
     program.finish(task)
-    program.submit("next", [], room=1, order=1)
+    program.submit("next", [], result_nbytes=1, order=1)
     assert program.names == []
     program.arrive()
     assert program.dropped == [("forget", "big")]
@@ -154,20 +156,20 @@ def test_data_may_arrive_above_the_budget_and_then_nothing_is_admitted_until_it_
 def test_what_the_program_holds_stays_and_a_task_that_never_fits_is_refused() -> None:
     """A lent block is never a victim; nothing hangs, and dropping it makes room. Lending alone is no peak."""
     program = Program(ram=4)
-    program.carry_out(program.ledger.lend(program.adopt("lent", 3)))
+    program.carry_out(program.ledger.hand_over(program.adopt("lent", 3)))
     assert (program.ledger.fixed, program.ledger.used, program.ledger.peak, program.ledger.disk_used) == (3, 3, 3, 0)
-    program.submit("large", [], room=2, order=0, least=2)
+    program.submit("large", [], result_nbytes=2, order=0, min_nbytes=2)
     assert program.refused == [("large", None)]
     program.carry_out([*program.ledger.count(-3)])
-    program.submit("large again", [], room=2, order=1)
+    program.submit("large again", [], result_nbytes=2, order=1)
     assert (program.names, program.ledger.fixed, program.ledger.used) == (["large again"], 0, 2)
 
 
 def test_a_result_may_be_smaller_than_others_of_its_kind() -> None:
     """A task whose expected result does not fit runs once nothing else can free bytes."""
     program = Program(ram=4)
-    first = program.submit("first", [], room=1, order=0)
-    program.submit("second", [], room=9, order=1)
+    first = program.submit("first", [], result_nbytes=1, order=0)
+    program.submit("second", [], result_nbytes=9, order=1)
     assert program.names == ["first"]
     program.finish(first)
     assert (program.names, program.ledger.used) == (["second"], 1)
@@ -177,9 +179,9 @@ def test_a_later_task_runs_if_the_first_one_never_fits_before_it() -> None:
     """Without a disk the first task waits for bytes that only the second one frees."""
     program = Program(ram=4, disk=None)
     block = program.adopt("block", 3)
-    running = program.submit("running", [], room=1, order=0)
-    program.submit("large", [], room=3, order=1, least=3)
-    second = program.submit("reads block", [block], room=1, order=2)
+    running = program.submit("running", [], result_nbytes=1, order=0)
+    program.submit("large", [], result_nbytes=3, order=1, min_nbytes=3)
+    second = program.submit("reads block", [block], result_nbytes=1, order=2)
     assert program.names == ["running"]
     program.finish(running)
     assert program.running == [second]
@@ -191,12 +193,12 @@ def test_a_later_task_runs_if_the_first_one_never_fits_before_it() -> None:
 def test_nested_graphs_go_first() -> None:
     """The tasks that wait for them hold memory; among the waiting ones, one that fits can be forced in."""
     program = Program(ram=8)
-    outer = program.submit("outer", [program.adopt("input", 4)], room=1, order=0)
-    program.submit("waits", [], room=7, order=1)
-    program.submit("inner", [], room=2, order=9, depth=1)
+    outer = program.submit("outer", [program.adopt("input", 4)], result_nbytes=1, order=0)
+    program.submit("waits", [], result_nbytes=7, order=1)
+    program.submit("inner", [], result_nbytes=2, order=9, depth=1)
     assert program.names == ["outer", "inner"]
-    program.submit("large inner", [], room=3, order=10, depth=1)
-    program.submit("small inner", [], room=1, order=11, depth=1)
+    program.submit("large inner", [], result_nbytes=3, order=10, depth=1)
+    program.submit("small inner", [], result_nbytes=1, order=11, depth=1)
     assert program.names == ["outer", "inner"]
     program.carry_out(program.ledger.force())
     assert program.names == ["outer", "inner", "small inner"]
@@ -213,7 +215,7 @@ def test_a_full_disk_refuses_data_and_nothing_changes() -> None:
     """Every block has bytes on the disk before it counts."""
     program = Program(ram=4, disk=2)
     with pytest.raises(DoesNotFit, match="disk is full") as refusal:
-        program.ledger.adopt(Block(3, 3))
+        program.ledger.adopt(MemoryBlock(3, 3))
     assert refusal.value.shortage == Shortage("full", "disk", 3, 2, 0)
     program.check()
     assert program.ledger.used == 0
@@ -223,7 +225,7 @@ def test_what_cannot_be_written_stays_and_something_else_leaves() -> None:
     """Its bytes are fixed until it is released."""
     program = Program(ram=6)
     stuck, other = program.adopt("stuck", 3, next_use=90), program.adopt("other", 3, next_use=10)
-    program.submit("makes 3", [], room=3, order=0)
+    program.submit("makes 3", [], result_nbytes=3, order=0)
     (copy,) = program.copies
     program.copies.remove(copy)
     program.carry_out(program.ledger.stay(copy.block))
@@ -238,11 +240,11 @@ def test_after_a_failed_write_nothing_is_written_and_waiting_tasks_hear_of_it() 
     """Data in memory stays readable; what is clean may still leave."""
     program = Program(ram=6)
     data = program.adopt("data", 4, next_use=90)
-    program.submit("makes 3", [], room=3, order=0, least=3)
+    program.submit("makes 3", [], result_nbytes=3, order=0, min_nbytes=3)
     copy = program.copies.pop()
     program.carry_out(program.ledger.fail_copy(copy.block, LOST))
     assert program.refused == [("makes 3", LOST)]
-    program.submit("reads", [data], room=1, order=1)
+    program.submit("reads", [data], result_nbytes=1, order=1)
     assert program.names == ["reads"]
     assert not program.copies
 
@@ -251,10 +253,10 @@ def test_a_failed_read_loses_one_block_only() -> None:
     """The tasks that wait for it, and later ones, are refused with the error; what else they asked for is free again."""
     program = Program(ram=6)
     lost, other = program.adopt("lost", 3, next_use=90), program.adopt("other", 3, next_use=99)
-    program.submit("makes 6", [], room=6, order=0)
+    program.submit("makes 6", [], result_nbytes=6, order=0)
     program.arrive()
     program.finish(program.running[0])
-    program.submit("reads both", [lost, other], room=0, order=1, least=0)
+    program.submit("reads both", [lost, other], result_nbytes=0, order=1, min_nbytes=0)
     assert [copy.kind for copy in program.copies] == ["read", "read"]
     copy = next(copy for copy in program.copies if copy.block is lost)
     program.copies.remove(copy)
@@ -262,8 +264,8 @@ def test_a_failed_read_loses_one_block_only() -> None:
     assert program.refused == [("reads both", LOST)]
     program.arrive()
     assert program.names == []
-    program.submit("reads lost", [lost], room=1, order=2)
-    program.submit("reads other", [other], room=1, order=3)
+    program.submit("reads lost", [lost], result_nbytes=1, order=2)
+    program.submit("reads other", [other], result_nbytes=1, order=3)
     assert (program.refused[1:], program.names) == ([("reads lost", LOST)], ["reads other"])
     program.carry_out(program.ledger.release(lost))
     assert program.dropped[-1] == ("discard", "lost")
@@ -275,8 +277,8 @@ def test_random_programs_stay_within_the_bound_and_end(seed: int) -> None:
     write: the counts are right after each step, memory stays below the budget plus the excess of the tasks under way, and no request is left."""
     rng = random.Random(seed)
     program, workers, largest, count = Program(ram=12), 2, 4, 60
-    alive: list[Block] = []
-    requests: list[Request] = []
+    alive: list[MemoryBlock] = []
+    requests: list[MemoryRequest] = []
     order = lent = 0
     while order < count or len(requests) > len(program.ended) or program.copies:
         under_way = [request for request in requests if request.client not in program.ended]
@@ -304,7 +306,7 @@ def test_random_programs_stay_within_the_bound_and_end(seed: int) -> None:
                 alive.remove(block)
                 if block.state != "disk" and not lent and block.size < 3:
                     lent = block.size
-                    program.carry_out(program.ledger.lend(block))
+                    program.carry_out(program.ledger.hand_over(block))
                 else:
                     program.carry_out(program.ledger.release(block))
         if lent and rng.random() < 0.1:

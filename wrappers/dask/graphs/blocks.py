@@ -33,7 +33,7 @@ COPYING: Final = frozenset({"writing", "spoilt", "reading"})
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """The memory of results: bytes that are in memory, on the disk, or both.
 
     Attributes:
@@ -67,54 +67,54 @@ class Block:
     state: State = "memory"
     stays: bool = False
     num_pins: int = 0
-    waiting: list[Request] = field(default_factory=list)
+    waiting: list[MemoryRequest] = field(default_factory=list)
     error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A task that asks for its blocks, and for room for its result.
+class MemoryRequest:
+    """A task that asks for its blocks, and for memory for its result.
 
     Attributes:
         client, number: the run of the task, and its number there.
         order: position among all tasks; lower ones go first.
         blocks: blocks that it reads, each once.
-        room: expected bytes of its result.
-        least: bytes of room with which it runs if nothing else can free more.
+        result_nbytes: expected bytes of its result.
+        min_nbytes: value of `result_nbytes` with which it runs if nothing else can free more.
         depth: number of graphs around the task's graph; deeper ones go first.
-        is_admitted: whether it holds its blocks and its room.
+        is_admitted: whether it holds its blocks and the memory for its result.
         num_arriving: number of its blocks that are being read.
     """
 
     client: Any
     number: int
     order: int
-    blocks: Sequence[Block]
-    room: int
-    least: int
+    blocks: Sequence[MemoryBlock]
+    result_nbytes: int
+    min_nbytes: int
     depth: int = 0
     is_admitted: bool = False
     num_arriving: int = 0
 
 
-class Start(NamedTuple):
+class StartTask(NamedTuple):
     """Run a task: its blocks are in memory."""
 
-    request: Request
+    request: MemoryRequest
 
 
-class Refuse(NamedTuple):
+class RefuseTask(NamedTuple):
     """Give up a task: a block is lost, the disk has failed, or, without an error, it does not fit."""
 
-    request: Request
+    request: MemoryRequest
     error: BaseException | None
 
 
-class Move(NamedTuple):
+class MoveBlock(NamedTuple):
     """Write a block to the disk or read it back, followed by `end_copy`, `fail_copy` or `stay`; or drop its memory, or its extent on the disk."""
 
     kind: Literal["write", "read", "forget", "discard"]
-    block: Block
+    block: MemoryBlock
 
 
-Action = Start | Refuse | Move
+Action = StartTask | RefuseTask | MoveBlock

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from scheduler import DoesNotFit, Shortage
 
-from .blocks import COPYING, TRANSITIONS, Action, Block, Move, Refuse, Request, Start, Step
+from .blocks import COPYING, TRANSITIONS, Action, MemoryBlock, MemoryRequest, MoveBlock, RefuseTask, StartTask, Step
 
 
 class Ledger:
@@ -33,7 +33,7 @@ class Ledger:
         fixed: bytes that never leave: small results, blocks lent to the program, and blocks that cannot be written.
         disk_used: bytes reserved on the disk.
         num_copying: number of copies in progress.
-        num_evictions: number of blocks dropped from memory to make room.
+        num_evictions: number of blocks dropped from memory for others.
         written, read: bytes copied so far.
         broken: error of the disk after which nothing is written any more.
     """
@@ -46,9 +46,9 @@ class Ledger:
         self.broken: BaseException | None = None
         self._num_blocks = self._num_admitted = 0
         self._latest = 0  # order of the latest request
-        self._waiting: list[tuple[int, int, Request]] = []  # sorted
-        self._clean: list[tuple[int, int, Block]] = []  # unused blocks by next use; their writes have ended or are under way
-        self._dirty: list[tuple[int, int, Block]] = []
+        self._waiting: list[tuple[int, int, MemoryRequest]] = []  # sorted
+        self._clean: list[tuple[int, int, MemoryBlock]] = []  # unused blocks by next use; their writes have ended or are under way
+        self._dirty: list[tuple[int, int, MemoryBlock]] = []
         self._queues = {"memory": self._dirty, "writing": self._clean, "both": self._clean}
 
     @property
@@ -56,22 +56,22 @@ class Ledger:
         """Whether more bytes are counted than the budget."""
         return self.used > self.budget
 
-    def request(self, request: Request) -> list[Action]:
-        """Ask for the memory of a task; `Start` or `Refuse` follows, perhaps later."""
+    def request(self, request: MemoryRequest) -> list[Action]:
+        """Ask for the memory of a task; `StartTask` or `RefuseTask` follows, perhaps later."""
         self._latest = request.order
         insort(self._waiting, (-request.depth, request.order, request))
-        return self._settle([])
+        return self._admit_waiting([])
 
-    def finish(self, request: Request) -> list[Action]:
+    def finish(self, request: MemoryRequest) -> list[Action]:
         """Take back the memory of a task that has ended."""
         actions: list[Action] = []
         self._let_go(request, actions)
-        return self._settle(actions)
+        return self._admit_waiting(actions)
 
     def withdraw(self, client: object) -> list[Action]:
         """Remove the waiting requests of a client, whose tasks will not run."""
         self._waiting = [entry for entry in self._waiting if entry[-1].client is not client]
-        return self._settle([])
+        return self._admit_waiting([])
 
     def force(self) -> list[Action]:
         """Admit any waiting request that fits, because the admitted ones wait for it; return no actions if there is none."""
@@ -79,11 +79,11 @@ class Ledger:
         any(self._try(entry, actions) for entry in self._waiting[:])
         return actions
 
-    def adopt(self, block: Block) -> None:
+    def adopt(self, block: MemoryBlock) -> None:
         """Count a block that is in memory now.
 
         Raises:
-            DoesNotFit: the disk has no room for it; nothing has changed.
+            DoesNotFit: it does not fit the disk; nothing has changed.
         """
         if self.disk is not None:
             if self.disk_used + block.size > self.disk:
@@ -95,13 +95,13 @@ class Ledger:
         self._take(block.size)
         self._enter(block)
 
-    def release(self, block: Block) -> list[Action]:
+    def release(self, block: MemoryBlock) -> list[Action]:
         """Free a block that nothing will read any more, at once or when its copy or its last task has ended."""
         actions: list[Action] = []
         self._release(block, actions)
-        return self._settle(actions)
+        return self._admit_waiting(actions)
 
-    def lend(self, block: Block) -> list[Action]:
+    def hand_over(self, block: MemoryBlock) -> list[Action]:
         """Replace a block by fixed bytes, because the program holds its memory from now on; `count` with fewer bytes ends that."""
         actions: list[Action] = []
         self.fixed += block.size
@@ -113,13 +113,13 @@ class Ledger:
         """Count `nbytes` more fixed bytes, or fewer if negative."""
         self.fixed += nbytes
         self._take(nbytes)
-        return self._settle([]) if nbytes < 0 and self._waiting else ()
+        return self._admit_waiting([]) if nbytes < 0 and self._waiting else ()
 
-    def change(self, block: Block) -> None:
+    def change(self, block: MemoryBlock) -> None:
         """Note that a task has changed a block in place, so that its copy on the disk, finished or in progress, is out of date."""
         self._step(block, "changed")
 
-    def end_copy(self, block: Block) -> list[Action]:
+    def end_copy(self, block: MemoryBlock) -> list[Action]:
         """Note that a block was written or read."""
         actions: list[Action] = []
         if block.state == "reading":
@@ -130,11 +130,11 @@ class Ledger:
         for request in block.waiting:
             request.num_arriving -= 1
             if request.is_admitted and not request.num_arriving:
-                actions.append(Start(request))
+                actions.append(StartTask(request))
         block.waiting = []
-        return self._settle(actions)
+        return self._admit_waiting(actions)
 
-    def fail_copy(self, block: Block, error: BaseException) -> list[Action]:
+    def fail_copy(self, block: MemoryBlock, error: BaseException) -> list[Action]:
         """Note a failed copy. A block that cannot be read is lost; after a failed write nothing is written any more."""
         actions: list[Action] = []
         if block.state == "reading":
@@ -146,20 +146,20 @@ class Ledger:
         for request in block.waiting:
             if request.is_admitted:
                 self._let_go(request, actions)
-                actions.append(Refuse(request, error))
+                actions.append(RefuseTask(request, error))
         block.waiting = []
-        return self._settle(actions)
+        return self._admit_waiting(actions)
 
-    def stay(self, block: Block) -> list[Action]:
+    def stay(self, block: MemoryBlock) -> list[Action]:
         """Note that a block cannot be written: it stays in memory until it is released."""
         actions: list[Action] = []
         self._leave(block)
         block.stays = True
         self.fixed += block.size
         self._end_copy(block, "failed", actions)
-        return self._settle(actions)
+        return self._admit_waiting(actions)
 
-    def _settle(self, actions: list[Action]) -> list[Action]:
+    def _admit_waiting(self, actions: list[Action]) -> list[Action]:
         """Admit waiting requests as far as memory reaches, and refuse those that can never run."""
         while self._waiting:
             entries = self._waiting[:1] if self._is_busy else self._waiting[:]
@@ -169,11 +169,11 @@ class Ledger:
                 break
             entry = self._waiting[0]
             request = entry[-1]
-            if request.room > request.least:  # its result may be smaller than others of its kind
-                request.room = request.least
+            if request.result_nbytes > request.min_nbytes:  # its result may be smaller than others of its kind
+                request.result_nbytes = request.min_nbytes
             else:
                 self._waiting.remove(entry)
-                actions.append(Refuse(request, self.broken))
+                actions.append(RefuseTask(request, self.broken))
         return actions
 
     @property
@@ -181,11 +181,11 @@ class Ledger:
         """Whether an admitted request or a copy will end, and may free bytes then."""
         return bool(self._num_admitted or self.num_copying)
 
-    def _try(self, entry: tuple[int, int, Request], actions: list[Action]) -> bool:
+    def _try(self, entry: tuple[int, int, MemoryRequest], actions: list[Action]) -> bool:
         """Admit a waiting request, or start writing what is in its way; return whether anything has happened."""
         request = entry[-1]
         error = next((block.error for block in request.blocks if block.error is not None), None)
-        victims = self._make_room(request) if error is None else []
+        victims = self._victims_of(request) if error is None else []
         if victims is None:
             return False
         if all(victim.state == "both" for victim in victims):
@@ -193,24 +193,24 @@ class Ledger:
             if error is None:
                 self._admit(request, victims, actions)
             else:
-                actions.append(Refuse(request, error))
+                actions.append(RefuseTask(request, error))
             return True
         num_copying = self.num_copying
         for victim in victims:
             if victim.state == "memory":
                 self._step(victim, "write")
                 self.num_copying += 1
-                actions.append(Move("write", victim))
+                actions.append(MoveBlock("write", victim))
         return self.num_copying > num_copying
 
-    def _missing(self, request: Request) -> int:
-        return request.room + sum([block.size for block in request.blocks if block.state == "disk"])
+    def _missing(self, request: MemoryRequest) -> int:
+        return request.result_nbytes + sum([block.size for block in request.blocks if block.state == "disk"])
 
-    def _make_room(self, request: Request) -> list[Block] | None:
-        """Return the unused blocks to drop for a request, those used last first; None if they do not make enough room."""
+    def _victims_of(self, request: MemoryRequest) -> list[MemoryBlock] | None:
+        """Return the unused blocks to drop for a request, those used last first; None if they are too few."""
         missing = self._missing(request)
         excess = self.used + missing - self.budget
-        victims: list[Block] = []
+        victims: list[MemoryBlock] = []
         if not missing or excess <= 0:
             return victims
         own = set(request.blocks)
@@ -223,18 +223,18 @@ class Ledger:
                     return victims
         return None
 
-    def _price(self, entry: tuple[int, int, Block]) -> float:
+    def _price(self, entry: tuple[int, int, MemoryBlock]) -> float:
         """Return the copies that dropping an unused block takes, its return included, over the number of tasks until then."""
         next_use, _, block = entry
         return (2.0 if block.state == "memory" else 1.0) / max(next_use - self._latest, 1)
 
-    def _admit(self, request: Request, victims: Iterable[Block], actions: list[Action]) -> None:
+    def _admit(self, request: MemoryRequest, victims: Iterable[MemoryBlock], actions: list[Action]) -> None:
         """Drop blocks for a request, give it its own, and start reading those that are on the disk only."""
         for victim in victims:
             self._step(victim, "dropped")
             self.used -= victim.size
             self.num_evictions += 1
-            actions.append(Move("forget", victim))
+            actions.append(MoveBlock("forget", victim))
         self._take(self._missing(request))
         request.is_admitted = True
         self._num_admitted += 1
@@ -244,34 +244,34 @@ class Ledger:
             if block.state == "disk":
                 self._step(block, "read")
                 self.num_copying += 1
-                actions.append(Move("read", block))
+                actions.append(MoveBlock("read", block))
             if block.state == "reading":
                 block.waiting.append(request)
                 request.num_arriving += 1
         if not request.num_arriving:
-            actions.append(Start(request))
+            actions.append(StartTask(request))
 
-    def _let_go(self, request: Request, actions: list[Action]) -> None:
+    def _let_go(self, request: MemoryRequest, actions: list[Action]) -> None:
         request.is_admitted = False
         self._num_admitted -= 1
-        self.used -= request.room
+        self.used -= request.result_nbytes
         for block in request.blocks:
             block.num_pins -= 1
             if not block.num_pins:
                 self._enter(block)
                 self._free_if_dead(block, actions)
 
-    def _end_copy(self, block: Block, step: Step, actions: list[Action]) -> None:
+    def _end_copy(self, block: MemoryBlock, step: Step, actions: list[Action]) -> None:
         self.num_copying -= 1
         self._step(block, step)
         self._free_if_dead(block, actions)
 
-    def _release(self, block: Block, actions: list[Action]) -> None:
+    def _release(self, block: MemoryBlock, actions: list[Action]) -> None:
         self._leave(block)
         block.is_counted = False
         self._free_if_dead(block, actions)
 
-    def _free_if_dead(self, block: Block, actions: list[Action]) -> None:
+    def _free_if_dead(self, block: MemoryBlock, actions: list[Action]) -> None:
         """Free a released block that no task and no copy uses any more."""
         if block.is_counted or block.num_pins or block.state in COPYING:
             return
@@ -279,32 +279,32 @@ class Ledger:
             self.fixed -= block.size
         if block.state == "memory" or block.state == "both":
             self.used -= block.size
-            actions.append(Move("forget", block))
+            actions.append(MoveBlock("forget", block))
         if self.disk is not None:
             self.disk_used -= block.size
-            actions.append(Move("discard", block))
+            actions.append(MoveBlock("discard", block))
 
     def _take(self, nbytes: int) -> None:
         self.used += nbytes
         self.peak = max(self.peak, self.used)
 
-    def _step(self, block: Block, step: Step) -> None:
+    def _step(self, block: MemoryBlock, step: Step) -> None:
         self._leave(block)
         block.state = TRANSITIONS[block.state, step]
         self._enter(block)
 
-    def _queue_of(self, block: Block) -> list[tuple[int, int, Block]] | None:
+    def _queue_of(self, block: MemoryBlock) -> list[tuple[int, int, MemoryBlock]] | None:
         """Return the queue that lists a block; None if it is in use or cannot leave."""
         if self.disk is None or block.num_pins or block.stays or not block.is_counted:
             return None
         return self._queues.get(block.state)
 
-    def _enter(self, block: Block) -> None:
+    def _enter(self, block: MemoryBlock) -> None:
         queue = self._queue_of(block)
         if queue is not None:
             insort(queue, (block.next_use, block.number, block))
 
-    def _leave(self, block: Block) -> None:
+    def _leave(self, block: MemoryBlock) -> None:
         queue = self._queue_of(block)
         if queue is not None:
             del queue[bisect_left(queue, (block.next_use, block.number))]

@@ -20,7 +20,7 @@ from dask.utils import key_split
 
 from scheduler.machine import PAGE, rounded, sleep_until
 
-from .blocks import FAR, Block, Request
+from .blocks import FAR, MemoryBlock, MemoryRequest
 from .evaluate import evaluate
 from .observe import Observers
 from .plan import GraphPlan, Key, prefix_of
@@ -30,7 +30,7 @@ from .values import SMALL, Held, hold, holds, is_of, is_partial_view, weigh
 RESULTS = -1
 """Number of the pseudo-task that brings the requested values into memory."""
 
-Job = tuple[int, Request | None]
+Job = tuple[int, MemoryRequest | None]
 """A task's number, and the admitted request for its memory; None for a light task."""
 
 
@@ -64,7 +64,7 @@ class GraphRun:
         self._wake = threading.Condition(store.lock)
         self._finished = threading.Event()
         self._fetched = threading.Event()
-        self._fetching: Request | None = None
+        self._fetching: MemoryRequest | None = None
         self._is_fetching = False
         self._cache: dict[Key, Any] = dict(plan.data)
         self._waiting = [len(reads) for reads in plan.reads]
@@ -72,7 +72,7 @@ class GraphRun:
         self._left = [len(readers) + plan.is_wanted(number) for number, readers in enumerate(plan.readers)]
         self._weights = [0] * len(plan.nodes)
         self._done = bytearray(len(plan.nodes))
-        self._admitted: list[tuple[int, Request]] = []
+        self._admitted: list[tuple[int, MemoryRequest]] = []
         self._largest: dict[str, int] = {}
         self._prefixes: dict[Any, str] = {}
         self._num_left = len(plan.nodes)
@@ -118,7 +118,7 @@ class GraphRun:
         with self._wake:
             self._fail(error)
 
-    def _call(self, number: int, request: Request | None) -> tuple[Any, int]:
+    def _call(self, number: int, request: MemoryRequest | None) -> tuple[Any, int]:
         """Run a task; returns its value and the value's approximate bytes."""
         node = self.plan.nodes[number]
         values: Mapping[Key, Any] = self._cache
@@ -190,23 +190,25 @@ class GraphRun:
         """Return the bytes of the largest result so far of this kind of task."""
         return self._largest.get(self._prefix(number), 0) if self._largest else 0
 
-    def _submit(self, number: int, room: int) -> None:
-        plan, blocks = self.plan, dict[Block, None]()
+    def _submit(self, number: int, result_nbytes: int) -> None:
+        plan, blocks = self.plan, dict[MemoryBlock, None]()
         for source in plan.reads[number] if self._num_held else ():
             entry = self._cache[plan.keys[source]]
             if type(entry) is Held:
                 blocks.update(dict.fromkeys(entry.blocks))
         self._num_submitted += 1
-        self.store.advance(self.store.ledger.request, Request(self, number, self.first + number, list(blocks), rounded(room), PAGE, self.depth))
+        self.store.advance(
+            self.store.ledger.request, MemoryRequest(self, number, self.first + number, list(blocks), rounded(result_nbytes), PAGE, self.depth)
+        )
 
-    def _next_use(self, block: Block) -> int:
+    def _next_use(self, block: MemoryBlock) -> int:
         """Return the order of the next task that will read the block; `FAR` if there is none."""
         uses, done = block.uses, self._done
         while uses and done[uses[0]]:
             heapq.heappop(uses)
         return self.first + uses[0] if uses else FAR
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: MemoryRequest) -> None:
         """Take a task whose data is in memory."""
         if request.number == RESULTS and not self._closed:
             self._fetching, self._is_fetching = request, False
@@ -218,7 +220,7 @@ class GraphRun:
             if self._num_idle:
                 self._wake.notify()
 
-    def refused(self, request: Request, error: BaseException | None) -> None:
+    def refused(self, request: MemoryRequest, error: BaseException | None) -> None:
         """Note that a task will never run: its data is lost, the disk has failed, or, without an error, it does not fit."""
         nbytes = sum(block.nbytes for block in request.blocks)
         if request.number == RESULTS:
@@ -250,7 +252,7 @@ class GraphRun:
             for _, request in admitted:
                 self.store.advance(self.store.ledger.finish, request)
 
-    def _complete(self, number: int, request: Request | None, value: Any, weight: int) -> None:
+    def _complete(self, number: int, request: MemoryRequest | None, value: Any, weight: int) -> None:
         """Keep a task's value, drop values that no task reads any more, and release its readers."""
         if request is not None:
             self._num_submitted -= 1
@@ -314,7 +316,7 @@ class GraphRun:
         if nbytes > self._largest.get(name, 0):
             self._largest[name] = nbytes
 
-    def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> Block | None:
+    def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock | None:
         """Return the block of an owner; None for memory that the graph itself or another run holds."""
         block = self.store.blocks.get(id(owner))
         if block is None:
@@ -339,7 +341,7 @@ class GraphRun:
             self.store.count_small(-self._weights[number])
             self._weights[number] = 0
 
-    def results(self, hand_over: Callable[[Block], None] | None) -> dict[Key, Any]:
+    def results(self, hand_over: Callable[[MemoryBlock], None] | None) -> dict[Key, Any]:
         """Return the requested values by key, in host memory; this ends the run.
 
         Args:
@@ -353,7 +355,9 @@ class GraphRun:
         if blocks and self.store.spills:
             with self._wake:
                 self._is_fetching = True
-                self.store.advance(self.store.ledger.request, Request(self, RESULTS, self.first + len(self.plan.nodes), blocks, 0, 0, self.depth))
+                self.store.advance(
+                    self.store.ledger.request, MemoryRequest(self, RESULTS, self.first + len(self.plan.nodes), blocks, 0, 0, self.depth)
+                )
                 self.store.look_for_deadlock()
             sleep_until(self._fetched)
             if self.error is not None:

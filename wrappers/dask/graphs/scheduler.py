@@ -199,7 +199,7 @@ class GraphRuntime:
                 "largest_bytes": store.largest,
                 "moved_bytes": {"ram->disk": ledger.written, "disk->ram": ledger.read},
                 "evictions": ledger.num_evictions,
-                "lent": store.num_lent - len(store.inbox),
+                "lent": store.num_handed_over - len(store.inbox),
             }
 
     def close(self) -> None:

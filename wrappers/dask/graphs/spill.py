@@ -25,7 +25,7 @@ from scheduler.drivers import THREADS
 from scheduler.machine import PAGE, MemoryNode, rounded
 from scheduler.storage import DiskTier, HostArena
 
-from .blocks import Block, Move
+from .blocks import MemoryBlock, MoveBlock
 from .values import raw_bytes
 
 STAGING: Final = 256 << 10
@@ -57,7 +57,7 @@ class FileExtent:
 class Owner(Protocol):
     """The owner of a `SpillEngine`."""
 
-    def copied(self, block: Block, error: BaseException | None, stays: bool) -> None:
+    def copied(self, block: MemoryBlock, error: BaseException | None, stays: bool) -> None:
         """Note the end of a copy: it has succeeded, it has failed with `error`, or the block `stays` because it cannot be pickled."""
 
     def fail(self, error: BaseException) -> None:
@@ -81,13 +81,13 @@ class SpillEngine:
         self._staging = staging
         self._extents = threading.Lock()
         self._numbers = count()
-        self._moves: PriorityQueue[tuple[int, int, Move | None]] = PriorityQueue()
+        self._moves: PriorityQueue[tuple[int, int, MoveBlock | None]] = PriorityQueue()
         self._threads = [threading.Thread(target=self._run, name=f"nntask dask disk {number}", daemon=True) for number in range(THREADS)]
         for thread in self._threads:
             thread.start()
 
-    def put(self, move: Move) -> None:
-        """Request a copy."""
+    def put(self, move: MoveBlock) -> None:
+        """MemoryRequest a copy."""
         self._moves.put((move.kind == "write", next(self._numbers), move))
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class SpillEngine:
                 thread.join()
         self.tier.close()
 
-    def discard(self, block: Block) -> None:
+    def discard(self, block: MemoryBlock) -> None:
         """Free the extent of a block, which will not be read any more."""
         extent, block.extent = block.extent, None
         if extent is not None:
@@ -121,7 +121,7 @@ class SpillEngine:
         except BaseException as bug:  # every waiting thread must be woken
             self._owner.fail(bug)
 
-    def _carry_out(self, move: Move, arena: HostArena) -> tuple[TierFailed | None, bool]:
+    def _carry_out(self, move: MoveBlock, arena: HostArena) -> tuple[TierFailed | None, bool]:
         """Copy a block; return the error, and whether the block stays because it cannot be pickled."""
         block = move.block
         try:
@@ -187,7 +187,7 @@ class SpillEngine:
         return pickle.loads(pieces[0].data, buffers=pieces[1:])
 
 
-def _pieces_of(block: Block) -> tuple[list[memoryview], list[int] | None]:
+def _pieces_of(block: MemoryBlock) -> tuple[list[memoryview], list[int] | None]:
     """Return the bytes of a block, and the sizes of the pieces unless it is an array; no pieces if it cannot be pickled."""
     if block.is_array:
         return [raw_bytes(block.owner).data], None

@@ -20,7 +20,7 @@ from scheduler.drivers import THREADS
 from scheduler.machine import rounded
 from scheduler.storage import DiskTier
 
-from .blocks import Action, Block, Refuse, Request, Start
+from .blocks import Action, MemoryBlock, MemoryRequest, RefuseTask, StartTask
 from .ledger import Ledger
 from .spill import SpillEngine, staging_bytes
 from .values import forget
@@ -48,10 +48,10 @@ class Client(Protocol):
     def num_busy(self) -> int:
         """Number of threads that run a task or could take one."""
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: MemoryRequest) -> None:
         """Take a task whose data is in memory."""
 
-    def refused(self, request: Request, error: BaseException | None) -> None:
+    def refused(self, request: MemoryRequest, error: BaseException | None) -> None:
         """Note that a task will never run: its data is lost, the disk has failed, or, without an error, it does not fit."""
 
     def broken(self, error: BaseException) -> None:
@@ -69,7 +69,7 @@ class Store:
         lock: guards all state of the store.
         ledger: decides what is in memory.
         depths: for each thread that runs tasks, the number of graphs around its graph, by the thread's identifier.
-        num_lent: number of blocks that the program holds.
+        num_handed_over: number of blocks that the program holds.
         largest: bytes of the largest result so far.
     """
 
@@ -80,8 +80,8 @@ class Store:
         self.clients: set[Client] = set()
         self.depths: dict[int, int] = {}
         self.inbox: deque[int] = deque()  # bytes of lent blocks that the program has dropped
-        self.blocks: dict[int, Block] = {}  # by the identity of their owner
-        self.num_lent = 0
+        self.blocks: dict[int, MemoryBlock] = {}  # by the identity of their owner
+        self.num_handed_over = 0
         self.largest = 0
         self.failure: BaseException | None = None
         self._untrimmed = 0
@@ -107,7 +107,7 @@ class Store:
         if self.failure is not None:
             raise self.failure
         while self.inbox:
-            self.num_lent -= 1
+            self.num_handed_over -= 1
             self.count_small(-self.inbox.popleft())
         try:
             actions = step(*arguments) or ()
@@ -120,12 +120,12 @@ class Store:
             self._carry_out(action)
         return actions
 
-    def new_block(self, client: Client, owner: Any, nbytes: int, is_array: bool) -> Block:
+    def new_block(self, client: Client, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock:
         """Return a block, not yet counted, for the memory of an owner that has none."""
-        block = self.blocks[id(owner)] = Block(nbytes, rounded(nbytes), owner, client, is_array)
+        block = self.blocks[id(owner)] = MemoryBlock(nbytes, rounded(nbytes), owner, client, is_array)
         return block
 
-    def adopt(self, block: Block) -> None:
+    def adopt(self, block: MemoryBlock) -> None:
         """Count a new block.
 
         Raises:
@@ -138,7 +138,7 @@ class Store:
             self._unlist(block)
             raise
 
-    def release(self, block: Block) -> None:
+    def release(self, block: MemoryBlock) -> None:
         """Release a block after its last reader."""
         self._unlist(block)
         if block.is_counted:
@@ -149,7 +149,7 @@ class Store:
         for action in self.ledger.count(nbytes):
             self._carry_out(action)
 
-    def hand_over(self, block: Block) -> None:
+    def hand_over(self, block: MemoryBlock) -> None:
         """Give a block to the program: it stays in host memory, and counts, until no reference to it is left."""
         self._unlist(block)
         try:
@@ -157,18 +157,18 @@ class Store:
         except TypeError:  # has no weak references, so its end would go unnoticed
             self.advance(self.ledger.release, block)
             return
-        self.num_lent += 1
-        self.advance(self.ledger.lend, block)
+        self.num_handed_over += 1
+        self.advance(self.ledger.hand_over, block)
 
-    def _unlist(self, block: Block) -> None:
+    def _unlist(self, block: MemoryBlock) -> None:
         """Take a block off the list of those whose owner may be part of another result."""
         if self.blocks.get(id(block.owner)) is block:
             del self.blocks[id(block.owner)]
 
     def _carry_out(self, action: Action) -> None:
-        if isinstance(action, Start):
+        if isinstance(action, StartTask):
             action.request.client.admitted(action.request)
-        elif isinstance(action, Refuse):
+        elif isinstance(action, RefuseTask):
             action.request.client.refused(action.request, action.error)
         elif action.kind == "forget":
             self._unlist(action.block)
@@ -210,7 +210,7 @@ class Store:
                 )
             )
 
-    def copied(self, block: Block, error: BaseException | None, stays: bool) -> None:
+    def copied(self, block: MemoryBlock, error: BaseException | None, stays: bool) -> None:
         """Note the end of a copy: it has succeeded, it has failed with `error`, or the block `stays` because it cannot be pickled."""
         with self.lock:
             if self.failure is None:

@@ -19,7 +19,7 @@ import numpy as np
 from dask._task_spec import GraphNode
 from dask.sizeof import sizeof
 
-from .blocks import Block
+from .blocks import MemoryBlock
 
 SMALL: Final = 16 << 10
 """A result of fewer bytes is small."""
@@ -33,6 +33,9 @@ _SCALAR_BYTES: Final = 32
 _ARRAY_BYTES: Final = 112
 _NOTHING: Final = object()
 
+Find = Callable[[Any, int, bool], MemoryBlock | None]
+"""(owner, its bytes, whether it is an array) -> its block; None for memory that must not be moved."""
+
 
 class Held:
     """A result that lies in blocks.
@@ -45,7 +48,7 @@ class Held:
 
     __slots__ = ("blocks", "template", "value")
 
-    def __init__(self, value: Any, template: Callable[[], Any], blocks: Sequence[Block]) -> None:
+    def __init__(self, value: Any, template: Callable[[], Any], blocks: Sequence[MemoryBlock]) -> None:
         self.value = value
         self.template = template
         self.blocks = blocks
@@ -57,7 +60,7 @@ class Held:
         return self.value
 
 
-def forget(block: Block) -> None:
+def forget(block: MemoryBlock) -> None:
     """Drop the memory of a block; results in it are rebuilt when it has been read back."""
     block.owner = None
     for held in block.holders:
@@ -91,13 +94,13 @@ def _weigh_items(items: Collection[Any]) -> int:
     return sum(map(weigh, sample)) * len(items) // max(len(sample), 1)
 
 
-def hold(value: Any, find: Callable[[Any, int, bool], Block | None]) -> Any:
+def hold(value: Any, find: Find) -> Any:
     """Return a result as a `Held` over its blocks; the result itself if none of it lies in blocks.
 
     Args:
-        find: (owner, its bytes, whether it is an array) -> its block; None for memory that must not be moved.
+        find: finds or makes the block of an owner.
     """
-    blocks: dict[Block, None] = {}
+    blocks: dict[MemoryBlock, None] = {}
     template = _template(value, find, blocks)
     if not blocks:
         return template()
@@ -107,7 +110,7 @@ def hold(value: Any, find: Callable[[Any, int, bool], Block | None]) -> Any:
     return held
 
 
-def _template(value: Any, find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
+def _template(value: Any, find: Find, blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
     """Return a function that builds the result from its blocks, which are added to `blocks`."""
     kind = type(value)
     if kind is np.ndarray and not value.dtype.hasobject:
@@ -126,7 +129,7 @@ def _template(value: Any, find: Callable[[Any, int, bool], Block | None], blocks
     return lambda: block.owner
 
 
-def _array_template(array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], Block | None], blocks: dict[Block, None]) -> Callable[[], Any]:
+def _array_template(array: np.ndarray[Any, Any], find: Find, blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
     owner = owner_of(array)
     if owner.nbytes < SMALL:
         return lambda: array
@@ -163,7 +166,7 @@ def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def is_partial_view(value: Any, block: Block) -> bool:
+def is_partial_view(value: Any, block: MemoryBlock) -> bool:
     """Return whether a result is an array over a part of a block's memory."""
     return type(value) is np.ndarray and block.is_array and value.nbytes < block.nbytes
 
