@@ -84,6 +84,11 @@ class Program:
         while self.copies:
             self.end(self.copies[0])
 
+    def finish_all(self, request: MemoryRequest, next_use: int = 1 << 40) -> None:
+        """End the copies that a task waits for, and the task."""
+        self.arrive()
+        self.finish(request, next_use)
+
     @property
     def names(self) -> list[str]:
         """Names of the running tasks."""
@@ -109,6 +114,20 @@ def test_what_is_used_last_leaves_first_and_comes_back() -> None:
     program.arrive()
     assert program.names == ["makes 4"]
     assert program.ledger.written == 4  # late was clean
+
+
+@pytest.mark.parametrize(("next_use", "leaves"), [(118, "clean"), (122, "dirty")])
+def test_what_was_written_before_leaves_first_unless_it_is_needed_twice_as_soon(next_use: int, leaves: str) -> None:
+    """A block that must be written takes two copies to leave and come back, one that is on the disk takes one."""
+    program = Program(ram=8)
+    clean = program.adopt("clean", 4, next_use=110)
+    program.finish_all(program.submit("makes 8", [], result_nbytes=8, order=100))
+    program.finish_all(program.submit("reads", [clean], result_nbytes=1, order=100), next_use=110)
+    dirty = program.adopt("dirty", 4, next_use=next_use)
+    program.submit("makes 4", [], result_nbytes=4, order=100)
+    program.arrive()
+    assert {"clean": clean, "dirty": dirty}[leaves].state == "disk"
+    assert {clean.state, dirty.state} != {"disk"}
 
 
 @pytest.mark.parametrize("on_its_way", [False, True])
@@ -143,7 +162,9 @@ def test_data_may_arrive_above_the_budget_and_then_nothing_is_admitted_until_it_
     big = program.adopt("big", 6, next_use=9)
     assert (program.ledger.used, program.ledger.is_full) == (7, True)
     program.finish(task)
-    program.submit("next", [], result_nbytes=1, order=1)
+    results = program.submit("needs no bytes", [big], result_nbytes=0, order=1, min_nbytes=0)
+    program.finish(results, next_use=9)
+    program.submit("next", [], result_nbytes=1, order=2)
     assert program.names == []
     program.arrive()
     assert program.dropped == [("forget", "big")]

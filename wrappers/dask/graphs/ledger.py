@@ -129,7 +129,7 @@ class Ledger:
         self._end_copy(block, "copied", actions)
         for request in block.waiting:
             request.num_arriving -= 1
-            if request.is_admitted and not request.num_arriving:
+            if not request.num_arriving:  # never of a refused one, one of whose reads has failed
                 actions.append(StartTask(request))
         block.waiting = []
         return self._admit_waiting(actions)

@@ -11,11 +11,11 @@ import errno
 import os
 import pickle
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from queue import PriorityQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import cloudpickle
 import numpy as np
@@ -27,6 +27,8 @@ from scheduler.storage import DiskTier, HostArena
 
 from .blocks import MemoryBlock, MoveBlock
 from .values import raw_bytes
+
+Done = Callable[[MemoryBlock, BaseException | None, bool], None]
 
 STAGING: Final = 256 << 10
 """Largest staging buffer of a thread; bytes."""
@@ -54,16 +56,6 @@ class FileExtent:
         self.sizes = sizes
 
 
-class Owner(Protocol):
-    """The owner of a `SpillEngine`."""
-
-    def copied(self, block: MemoryBlock, error: BaseException | None, stays: bool) -> None:
-        """Note the end of a copy: it has succeeded, it has failed with `error`, or the block `stays` because it cannot be pickled."""
-
-    def fail(self, error: BaseException) -> None:
-        """Note an error of the engine itself."""
-
-
 class SpillEngine:
     """The threads that move blocks between memory and the file; reads are served before writes, because tasks wait for all of them.
 
@@ -71,13 +63,14 @@ class SpillEngine:
         tier: the file.
         nbytes: capacity of the file in bytes.
         staging: bytes of the staging buffer of each thread.
-        owner: called by the threads.
+        done: called after each copy with the block, the error (None if it has succeeded), and whether the block cannot be pickled and stays.
+        fail: called with an error of the engine itself.
     """
 
-    def __init__(self, tier: DiskTier, nbytes: int, staging: int, owner: Owner) -> None:
+    def __init__(self, tier: DiskTier, nbytes: int, staging: int, done: Done, fail: Callable[[BaseException], None]) -> None:
         self.tier = tier
         self.file = MemoryNode("file", nbytes, is_storage=True)
-        self._owner = owner
+        self._done, self._fail = done, fail
         self._staging = staging
         self._extents = threading.Lock()
         self._numbers = count()
@@ -116,10 +109,10 @@ class SpillEngine:
         try:
             arena = HostArena(self._staging)
             while (move := self._moves.get()[-1]) is not None:
-                self._owner.copied(move.block, *self._carry_out(move, arena))
+                self._done(move.block, *self._carry_out(move, arena))
                 del move  # and so the block
         except BaseException as bug:  # every waiting thread must be woken
-            self._owner.fail(bug)
+            self._fail(bug)
 
     def _carry_out(self, move: MoveBlock, arena: HostArena) -> tuple[TierFailed | None, bool]:
         """Copy a block; return the error, and whether the block stays because it cannot be pickled."""

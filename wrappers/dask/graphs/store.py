@@ -87,7 +87,7 @@ class Store:
         self._untrimmed = 0
         self._disk: SpillEngine | None = None
         if disk is not None:
-            self._disk = SpillEngine(disk[0], disk[1], staging, self)
+            self._disk = SpillEngine(disk[0], disk[1], staging, self._copied, self.fail)
 
     @property
     def spills(self) -> bool:
@@ -210,7 +210,7 @@ class Store:
                 )
             )
 
-    def copied(self, block: MemoryBlock, error: BaseException | None, stays: bool) -> None:
+    def _copied(self, block: MemoryBlock, error: BaseException | None, stays: bool) -> None:
         """Note the end of a copy: it has succeeded, it has failed with `error`, or the block `stays` because it cannot be pickled."""
         with self.lock:
             if self.failure is None:
