@@ -1,34 +1,18 @@
-"""Names for packages that simulate, plan, drive or report on a machine: events and actions, records, models of durations, policies, traces.
+"""Names for packages that simulate, plan or report on a machine: records, models of durations, policies, traces.
 
 Programs that only submit and record tasks need the names of `scheduler` alone.
 """
 
 from .api.labels import current_label, kept_here, labelled, next_minibatch
 from .api.task_runtime import tree
-from .core.actions import carry_out
 from .core.codelet import Many
-from .core.events import (
-    CopyFailed,
-    CopyFinished,
-    CopyTile,
-    Event,
-    ForgetObject,
-    HandleAdopted,
-    HandleChanged,
-    HandleReleased,
-    ReportFailure,
-    RunTask,
-    TaskFinished,
-    TaskSubmitted,
-)
 from .core.link_model import DISK_LINK, KEPT_COPIES, MEMORY_LINK, LinkModel
-from .core.machine import Machine
 from .core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.memory.extents import PAGE, rounded
 from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
-from .core.records import FILE, PROGRAM, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind
+from .core.records import FILE, PROGRAM, HandleRecord, NodeId, Task, WorkerId, WorkerKind
 from .core.shortage import access_sizes
 from .core.step_plan import Phase, RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
@@ -47,23 +31,12 @@ __all__ = [
     "PAGE",
     "POLICIES",
     "PROGRAM",
-    "RAM",
     "SIM_DEPTH",
     "TRACE_FORMAT",
     "Accesses",
     "Candidate",
-    "CopyFailed",
-    "CopyFinished",
-    "CopyTile",
-    "Event",
-    "ForgetObject",
-    "HandleAdopted",
-    "HandleChanged",
-    "HandleId",
     "HandleRecord",
-    "HandleReleased",
     "LinkModel",
-    "Machine",
     "Many",
     "MemoryNode",
     "Models",
@@ -73,17 +46,11 @@ __all__ = [
     "Ran",
     "Rate",
     "RecordedTask",
-    "ReportFailure",
-    "RunTask",
     "StepPlan",
     "Task",
-    "TaskFinished",
-    "TaskId",
-    "TaskSubmitted",
     "WorkerId",
     "WorkerKind",
     "access_sizes",
-    "carry_out",
     "current_label",
     "kept_here",
     "key_of",

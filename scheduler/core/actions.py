@@ -1,6 +1,6 @@
 """The single dispatch over actions: every driver of a machine executes its actions through `carry_out`.
 
-The executor, virtual time, the fakes of tests and the store of Dask graphs each implement `ActionHandler`, which has one method per kind of action.
+The executor, virtual time and the fakes of tests each implement `ActionHandler`, which has one method per kind of action.
 A new kind of action fails the type check until every driver implements it, even if the implementation does nothing or raises.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, assert_never
 
-from .events import Action, CopyTile, DiscardExtent, ForgetObject, MoveTile, ReportFailure, ReportStepDone, RunTask
+from .events import Action, CopyTile, DiscardExtent, MoveTile, ReportFailure, ReportStepDone, RunTask
 
 
 class ActionHandler(Protocol):
@@ -26,9 +26,6 @@ class ActionHandler(Protocol):
     def discard_extent(self, action: DiscardExtent) -> None:
         """Return a part of a storage node's file to the file system; no event follows."""
 
-    def forget_object(self, action: ForgetObject) -> None:
-        """Drop the buffer of a handle on a counted node; no event follows."""
-
     def report_failure(self, action: ReportFailure) -> None:
         """Note a task that has failed or was cancelled."""
 
@@ -44,8 +41,6 @@ def carry_out(action: Action, handler: ActionHandler) -> None:
         handler.copy_tile(action)
     elif isinstance(action, ReportStepDone):
         handler.report_step_done(action)
-    elif isinstance(action, ForgetObject):
-        handler.forget_object(action)
     elif isinstance(action, DiscardExtent):
         handler.discard_extent(action)
     elif isinstance(action, MoveTile):

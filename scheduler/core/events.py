@@ -80,38 +80,7 @@ class SourceAttached:
     scratch: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class HandleAdopted:
-    """The data of `handle`, whose size was unknown so far, is in host memory, in a buffer of its own, and is counted from now on.
-
-    `next_use` is the order of the task that uses it next. If `stays` is true, the program holds it and it never leaves host memory.
-    """
-
-    handle: HandleRecord
-    next_use: int = 0
-    stays: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class HandleChanged:
-    """A task changed adopted data in place instead of only reading it. Copies of the data on the tier, finished or in progress, are out of date."""
-
-    handle: HandleRecord
-
-
-Event = (
-    TaskSubmitted
-    | StepStarted
-    | TaskFinished
-    | TaskFailed
-    | CopyFinished
-    | CopyFailed
-    | WorkerJoined
-    | HandleReleased
-    | SourceAttached
-    | HandleAdopted
-    | HandleChanged
-)
+Event = TaskSubmitted | StepStarted | TaskFinished | TaskFailed | CopyFinished | CopyFailed | WorkerJoined | HandleReleased | SourceAttached
 
 
 @dataclass(slots=True, eq=False)
@@ -165,12 +134,4 @@ class ReportStepDone:
     number: int
 
 
-@dataclass(slots=True, eq=False)
-class ForgetObject:
-    """Drop the object that holds the bytes of `handle` on a counted node; they are not counted any more."""
-
-    node: NodeId
-    handle: HandleRecord
-
-
-Action = RunTask | CopyTile | MoveTile | DiscardExtent | ReportFailure | ReportStepDone | ForgetObject
+Action = RunTask | CopyTile | MoveTile | DiscardExtent | ReportFailure | ReportStepDone

@@ -24,15 +24,11 @@ def check_replicas(replicas: Replicas, admitted: Sequence[Task]) -> None:
     for number, node in enumerate(replicas.nodes):
         node.validate()
         for replica in node.starts.values():
-            if replica not in replicas.readers and replica.handle not in replicas.held:
+            if replica not in replicas.readers:
                 _check_replica(replicas, replica, pins.pop(replica, 0))
             if replica.node != number:
                 raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
-    # Held data has no reservation, although it may lie on the last tier. Reservations guard the order of recorded steps, but data is held only on
-    # nodes of counted bytes, which run plain tasks alone.
-    replicas.reservations.validate(
-        replica for replica in replicas.residents(replicas.last) if replica.is_backing and replica.handle not in replicas.held
-    )
+    replicas.reservations.validate(replica for replica in replicas.residents(replicas.last) if replica.is_backing)
     files = {replica for replica in pins if replica.node == FILE}
     for replica in files:
         _check_replica(replicas, replica, pins.pop(replica))

@@ -115,7 +115,6 @@ class Losses:
         source, target, error = event.source, event.target, event.error
         handle, replicas, dispatch = source.handle, self._replicas, self._dispatch
         waiting = replicas.end_copy(source, target)
-        replicas.changed.discard(handle)
         replicas.unpin(source)
         replicas.unpin(target)
         is_read = source.node == FILE or replicas.nodes[source.node].is_storage

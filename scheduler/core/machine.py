@@ -24,8 +24,6 @@ from .events import (
     CopyFailed,
     CopyFinished,
     Event,
-    HandleAdopted,
-    HandleChanged,
     HandleReleased,
     ReportStepDone,
     SourceAttached,
@@ -102,8 +100,6 @@ class Machine:
             WorkerJoined: self._on_worker_joined,
             HandleReleased: self._on_handle_released,
             SourceAttached: self._on_source_attached,
-            HandleAdopted: self._on_handle_adopted,
-            HandleChanged: self._on_handle_changed,
         }
 
     @property
@@ -141,8 +137,7 @@ class Machine:
         Raises:
             InvalidEvent: the event is impossible in this state.
             Stalled: tasks remain although nothing is in progress (a bug; the message has the latest events).
-            DoesNotFit: there are not enough free bytes for the readers of an attached source, or for adopted data in the last tier. The event has no
-                effect then.
+            DoesNotFit: there are not enough free bytes for the readers of an attached source. The event has no effect then.
         """
         dispatch = self._dispatch
         self._foresight.clock += 1
@@ -171,8 +166,6 @@ class Machine:
             handle.num_uses += 1
         if task.pin is not None:
             self._dispatch.keep_pins()
-        if task.next_uses:
-            self._foresight.reached = task.order
         graph.link(task)
         if not task.num_waiting:
             self._make_ready(task, None, actions)
@@ -219,9 +212,6 @@ class Machine:
         has_several = replicas.has_several
         if task.step is not None:
             task.step.done[task.position] = 1
-        elif task.next_uses:
-            for (handle, _), next_use in zip(task.accesses, task.next_uses, strict=True):
-                handle.next_use = next_use
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             uses = handle.num_uses = handle.num_uses - 1
             if mode == SCRATCH:
@@ -272,17 +262,8 @@ class Machine:
     def _on_handle_released(self, event: HandleReleased, actions: list[Action]) -> None:
         handle = event.handle
         handle.released = True
-        if handle in self._replicas.held:
-            self._replicas.let_go(handle, actions)
-        elif not handle.num_uses:
+        if not handle.num_uses:
             self._losses.free(handle, actions)
-
-    def _on_handle_adopted(self, event: HandleAdopted, actions: list[Action]) -> None:
-        event.handle.next_use = event.next_use
-        self._replicas.adopt(event.handle, actions, stays=event.stays)
-
-    def _on_handle_changed(self, event: HandleChanged, actions: list[Action]) -> None:
-        self._replicas.change(event.handle)
 
     def _on_source_attached(self, event: SourceAttached, actions: list[Action]) -> None:
         handle = event.handle

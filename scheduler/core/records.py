@@ -120,7 +120,6 @@ class HandleRecord:
         lost: reason why its data does not exist any more, else None; `root` is the failure that started the chain of losses.
         use_schedule: its uses in the recorded step that used it last.
         preferred_offset: its offset where a task last freed bytes for it, used again if free, so that replays find the same addresses; -1 for none.
-        next_use: order of the plain task that uses it next, if the submitter knows it.
     """
 
     id: HandleId
@@ -139,7 +138,6 @@ class HandleRecord:
     root: str | None = None
     use_schedule: UseSchedule | None = None
     preferred_offset: int = -1
-    next_use: int | None = None
 
     def __repr__(self) -> str:
         return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
@@ -166,7 +164,6 @@ class Task:
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: the waiter of the program, if the program waits for the task to run.
         model_key: codelet name and footprint, once a performance model has computed them.
-        next_uses: for each access of a plain task, the order of the next plain task that uses the handle, if the submitter knows it.
         num_clones: number of recomputing tasks in a recorded task: of itself, or of the tasks fused into it, those that recompute results of other
             tasks of the step, at least in part.
         clone_share: fraction of the task's time that recomputation takes, as far as it is known.
@@ -197,7 +194,6 @@ class Task:
     is_exit: bool = True
     token: object | None = None
     model_key: tuple[str, int] | None = None
-    next_uses: Sequence[int] = ()
     num_clones: int = 0
     clone_share: float = 0.0
 

@@ -11,8 +11,6 @@ from .events import (
     CopyFailed,
     CopyFinished,
     Event,
-    HandleAdopted,
-    HandleChanged,
     HandleReleased,
     SourceAttached,
     StepStarted,
@@ -45,7 +43,7 @@ def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
     elif isinstance(event, CopyFailed):
         if subject is None or subject is event.source.handle:
             return f"CopyFailed: {event.source.handle!r} from node {event.source.node} to node {event.target.node}: {event.error}"
-    elif isinstance(event, HandleReleased | SourceAttached | HandleAdopted | HandleChanged):
+    elif isinstance(event, HandleReleased | SourceAttached):
         if subject is None or subject is event.handle:
             return f"{type(event).__name__}: {event.handle!r}"
     elif isinstance(event, StepStarted):

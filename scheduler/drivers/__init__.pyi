@@ -13,7 +13,7 @@ from .cuda_cupy import (
     is_out_of_memory,
     name_of,
 )
-from .disk import THREADS, DiskEngine, Marks, staging_nbytes
+from .disk import THREADS, staging_nbytes
 from .gpu import NUM_STARTED, Event, Gpu, NoGpu, Stream
 from .nccl import CupyNccl, UniqueId
 
@@ -28,11 +28,9 @@ __all__ = [
     "CupyGraph",
     "CupyNccl",
     "CupyStream",
-    "DiskEngine",
     "Event",
     "Gpu",
     "GpuFacts",
-    "Marks",
     "NoGpu",
     "Stream",
     "UniqueId",

@@ -26,7 +26,6 @@ from ..core.events import (
     CopyTile,
     DiscardExtent,
     Event,
-    ForgetObject,
     HandleReleased,
     MoveTile,
     ReportFailure,
@@ -275,10 +274,6 @@ class Executor(TaskReports):
     def discard_extent(self, action: DiscardExtent) -> None:
         """Return a part of the disk tier's file to the file system."""
         self.pool.discard(action)
-
-    def forget_object(self, action: ForgetObject) -> None:
-        """Raise: every node of the runtime has an arena, so no object has a buffer of its own."""
-        raise AssertionError(f"{action.handle!r} has no buffer of its own")
 
     def report_step_done(self, action: ReportStepDone) -> None:
         """Report the end of a replay to its ticket."""

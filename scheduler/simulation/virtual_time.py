@@ -19,7 +19,6 @@ from ..core.events import (
     CopyTile,
     DiscardExtent,
     Event,
-    ForgetObject,
     MoveTile,
     ReportFailure,
     ReportStepDone,
@@ -140,9 +139,6 @@ class VirtualDriver:
 
     def discard_extent(self, action: DiscardExtent) -> None:
         """Do nothing: virtual time has no files."""
-
-    def forget_object(self, action: ForgetObject) -> None:
-        """Do nothing: virtual time has no buffers."""
 
     def report_step_done(self, action: ReportStepDone) -> None:
         """Do nothing: `run` looks at the replay itself."""

@@ -23,7 +23,6 @@ from ..core.events import (
     CopyTile,
     DiscardExtent,
     Event,
-    ForgetObject,
     HandleReleased,
     MoveTile,
     ReportFailure,
@@ -220,10 +219,6 @@ class FakeDriver:
     def discard_extent(self, action: DiscardExtent) -> None:
         """Fill the pages with zeros, as a file system would."""
         self.memory[action.node].update(dict.fromkeys(range(action.offset, action.offset + action.nbytes, PAGE), 0))
-
-    def forget_object(self, action: ForgetObject) -> None:
-        """Raise: no node is counted, so no object has a buffer of its own."""
-        raise Wrong(f"{action.handle!r} has no buffer of its own")
 
     def report_failure(self, action: ReportFailure) -> None:
         """Note that the task has ended without results."""

@@ -13,7 +13,6 @@ from scheduler.core.events import (
     CopyTile,
     DiscardExtent,
     Event,
-    ForgetObject,
     MoveTile,
     ReportFailure,
     ReportStepDone,
@@ -110,7 +109,5 @@ def describe(action: Action) -> Described:
             return ("failure", task.id, str(error))
         case ReportStepDone(_, number):
             return ("step done", number)
-        case ForgetObject(node, handle):
-            return ("forget", node, handle.id)
         case _:
             assert_never(action)

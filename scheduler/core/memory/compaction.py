@@ -31,9 +31,9 @@ class Compaction:
         """Make one hole on an idle node, and one on the last tier if the task needs bytes there; return whether the task now fits.
 
         Nothing runs, moves or is admitted meanwhile, so no replica is pinned. If dirty replicas must go, their write-backs are started instead and
-        the result is False. Files and nodes on which only bytes are counted never fragment.
+        the result is False. Files never fragment.
         """
-        if self._nodes[node_id].is_counted or not self._reservations.allow(task):
+        if not self._reservations.allow(task):
             return False
         last = self._nodes[self._last]
         backings = self._missing_backing(task) if node_id != self._last else 0

@@ -36,19 +36,17 @@ class Foresight:
     Attributes:
         clock: number of events so far.
         replays: replays in progress, oldest first.
-        reached: `order` of the latest plain task whose uses are foreseen (`Task.next_uses`); -1 if there is none.
     """
 
     def __init__(self) -> None:
         self.clock = 0
         self.replays: list[Replay] = []
-        self.reached = -1
 
     @property
     def order(self) -> int:
-        """`order` of the oldest planned task that has not ended; without a replay in progress, `reached`."""
+        """`order` of the oldest planned task that has not ended; -1 without a replay in progress."""
         if not self.replays:
-            return self.reached
+            return -1
         oldest = self.replays[0]
         return oldest.first_order + oldest.frontier
 
@@ -61,7 +59,7 @@ class Foresight:
         """Return the number of planned tasks until the next use of the handle on any node (`FAR` if unknown), and whether it overwrites it unread."""
         use_schedule = handle.use_schedule
         if use_schedule is None or not self.replays:
-            return (FAR if handle.next_use is None else handle.next_use - self.order), False
+            return FAR, False
         oldest = self.replays[0]
         positions = use_schedule.positions
         if use_schedule.replay is not None and use_schedule.replay is not oldest:  # owned by a later replay

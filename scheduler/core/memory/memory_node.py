@@ -17,10 +17,6 @@ _SPREAD: Final = 2 * LARGE
 """Address space of a storage node over its budget: fragmentation of a file costs addresses, not bytes. It is so wide that no extent counts as large,
 so all of them lie near the beginning; bytes beyond the budget are discarded when they are freed."""
 
-_ANYWHERE: Final = 1 << 60
-"""Address space of a node on which only bytes are counted; addresses mean nothing there and never run out."""
-
-
 Extent = tuple[int, int]
 """Bytes taken on a node: the first byte, and the mark after the last kernel that used them (`Replica.kernel_mark`)."""
 
@@ -36,8 +32,6 @@ class MemoryNode:
         budget: hard limit in bytes on everything allocated here.
         is_storage: whether the node is a file: no worker computes there, and extents may lie beyond the first `budget` bytes.
         keeps_offsets: option of `ExtentAllocator`.
-        is_counted: whether data has buffers of its own, so that bytes count, addresses mean nothing and memory never fragments. Data may arrive
-            unasked (`HandleAdopted`), even above the budget; nothing is admitted until the budget is met again.
 
     Attributes:
         extents: allocator of the address range.
@@ -52,7 +46,6 @@ class MemoryNode:
         "by_class",
         "ends",
         "extents",
-        "is_counted",
         "is_storage",
         "name",
         "peak",
@@ -62,13 +55,11 @@ class MemoryNode:
         "taken",
     )
 
-    def __init__(self, name: str, budget: int, *, is_storage: bool = False, is_counted: bool = False, keeps_offsets: bool = False) -> None:
+    def __init__(self, name: str, budget: int, *, is_storage: bool = False, keeps_offsets: bool = False) -> None:
         self.name = name
         self.budget = budget
         self.is_storage = is_storage
-        self.is_counted = is_counted
-        extent = _ANYWHERE if is_counted else budget * _SPREAD if is_storage else budget
-        self.extents = ExtentAllocator(extent, keeps_offsets=keeps_offsets)
+        self.extents = ExtentAllocator(budget * _SPREAD if is_storage else budget, keeps_offsets=keeps_offsets)
         self.starts: dict[int, Replica] = {}
         self.ends: dict[int, Replica] = {}
         self.by_class: dict[DataClass, int] = dict.fromkeys(DATA_CLASSES, 0)
@@ -88,7 +79,7 @@ class MemoryNode:
 
     def take(self, size: int, data_class: DataClass, wanted: int = -1) -> int | None:
         """Return the offset of a new extent; None if no hole is large enough. `wanted` is the preferred offset (`ExtentAllocator.allocate`)."""
-        if (self.is_storage or self.is_counted) and self.extents.used + size > self.budget:
+        if self.is_storage and self.extents.used + size > self.budget:
             return None
         offset = self.extents.allocate(size, wanted)
         if offset is not None:
@@ -104,7 +95,7 @@ class MemoryNode:
         total, extents = 0, self.extents
         for handle in handles:
             total += handle.size
-        if self.is_storage or self.is_counted:
+        if self.is_storage:
             return extents.used + total <= self.budget
         if extents.high - extents.low >= total << len(handles):  # hot path: a preferred extent leaves half of the rest of the gap, or more
             return True
@@ -131,16 +122,9 @@ class MemoryNode:
             taken.append((offset, extents.kernel_mark))
         return taken
 
-    def adopt(self, size: int, data_class: DataClass) -> int:
-        """Return the offset of a new extent on a counted node, for data that is there already, even above the budget."""
-        offset = self.extents.allocate(size)
-        assert offset is not None  # addresses of a counted node do not run out
-        self._enter(size, data_class)
-        return offset
-
     def largest_hole(self) -> int:
         """Return the bytes of the largest extent that could be taken now."""
-        return max(self.budget - self.used, 0) if self.is_counted else self.extents.largest_hole()
+        return self.extents.largest_hole()
 
     def take_at(self, offset: int, size: int, data_class: DataClass) -> None:
         """Take the free extent at `offset`."""
@@ -213,5 +197,5 @@ class MemoryNode:
         total = sum(size for _, size in taken)
         if position != self.extents.capacity or total != self.used or total != sum(self.by_class.values()):
             raise InvalidEvent(f"ledger of node {self.name}: replicas hold {total} B, extents {self.used} B, classes {sum(self.by_class.values())} B")
-        if self.used > self.budget and not self.is_counted:
+        if self.used > self.budget:
             raise InvalidEvent(f"node {self.name} uses {self.used} B of a budget of {self.budget} B")

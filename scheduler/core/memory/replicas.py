@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from ..errors import DoesNotFit, InvalidEvent
-from ..events import Action, DiscardExtent, ForgetObject
+from ..events import Action, DiscardExtent
 from ..records import FILE, NEWEST, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
 from ..shortage import AccessSize, Shortage
 from . import coherence
@@ -46,8 +46,6 @@ class Replicas:
         reservations: reserved bytes of the last tier.
         broken: error after which the last tier accepts no more data; None if it works.
         readers: extents of host memory for file readers; they may be moved but are never dropped.
-        changed: handles whose data has changed since their copy to the last tier started.
-        held: data that the program keeps in host memory until it releases the handle.
         missed: for each node, earliest `order` at which data evicted from it or overwritten elsewhere is used, since its lookahead ran last.
         num_files: number of handles whose data is in a file.
         num_cold: number of those that have no other replica.
@@ -55,7 +53,7 @@ class Replicas:
     """
 
     __slots__ = (
-        "broken", "candidates", "changed", "copies", "eviction", "foresight", "has_several", "held", "last", "missed", "nodes", "num_cold",
+        "broken", "candidates", "copies", "eviction", "foresight", "has_several", "last", "missed", "nodes", "num_cold",
         "num_evictions", "num_files", "num_released", "readers", "reservations", "wanted",
     )  # fmt: skip
 
@@ -71,8 +69,6 @@ class Replicas:
         self.num_evictions = 0
         self.missed = [inf] * len(self.nodes)
         self.readers: list[Replica] = []
-        self.changed: set[HandleRecord] = set()
-        self.held: dict[HandleRecord, Replica] = {}
         self.num_files = 0
         self.num_cold = 0
         self.wanted: set[HandleRecord] = set()
@@ -125,52 +121,6 @@ class Replicas:
         self.has_several = True
         self.num_files += 1
         self.num_cold += 1
-
-    def adopt(self, handle: HandleRecord, actions: list[Action], *, stays: bool) -> None:
-        """Count data that has appeared in host memory, and reserve its backing replica.
-
-        Args:
-            stays: whether the program keeps it in host memory until the handle is released.
-
-        Raises:
-            DoesNotFit: the last tier has no bytes for it; nothing has changed.
-            InvalidEvent: the handle has data already, or host memory is not a node on which only bytes are counted.
-        """
-        node = self.nodes[RAM]
-        if handle.replicas or handle in self.held or not node.is_counted:
-            raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, but no data can appear there by itself")
-        planned = None if stays or self.last == RAM else self.plan_backing([handle])
-        if planned is None and not stays and self.last != RAM:
-            below = self.nodes[self.last]
-            raise DoesNotFit(Shortage("full", below.name, handle.nbytes, below.budget, below.used))
-        replica = self.install(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
-        if stays:
-            replica.is_backing = True
-            self.held[handle] = replica
-        elif planned is None:
-            self.reservations.enter(replica, 0)
-        else:
-            self.reserve_backing([handle], planned, 0, actions)
-        if not stays:
-            replica.state = "modified"
-            if not replica.is_backing:
-                self.candidates[RAM].add(replica)
-
-    def change(self, handle: HandleRecord) -> None:
-        """Mark data in host memory as different from its copy on the last tier, finished or in progress."""
-        replica, backing = handle.replicas[RAM], handle.replicas.get(self.last)
-        if backing is None or backing is replica:
-            return
-        if backing.arriving:
-            self.changed.add(handle)
-        elif backing.state != "reserved":
-            backing.state, replica.state = "reserved", "modified"
-
-    def let_go(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """Drop data that the program held and has released."""
-        replica = self.held.pop(handle)
-        replica.is_backing = False
-        self.drop(replica, actions)
 
     def want(self, handles: Iterable[HandleRecord]) -> None:
         """Note the handles that a new replay uses."""
@@ -300,10 +250,7 @@ class Replicas:
         self.candidates[replica.node].leave(replica)
         replica.view = None
         node.vacate(replica)
-        if node.is_counted:
-            if replica.state != "scratch":
-                actions.append(ForgetObject(replica.node, handle))
-        elif node.is_storage and replica.offset + handle.size > node.budget:
+        if node.is_storage and replica.offset + handle.size > node.budget:
             actions.append(DiscardExtent(replica.node, replica.offset, handle.size))
         self.num_released += 1
         if replica.state != "scratch" and len(handle.replicas) == 1:
@@ -359,11 +306,8 @@ class Replicas:
             InvalidEvent: no such copy is in progress.
         """
         waiting = self.end_copy(source, target)
-        if source.handle in self.changed:  # during the copy, which is therefore useless
-            self.changed.remove(source.handle)
-        else:
-            coherence.step(source, "copied from")
-            coherence.step(target, "copy arrived")
+        coherence.step(source, "copied from")
+        coherence.step(target, "copy arrived")
         self.unpin(source)
         self.unpin(target)
         return [task for task in waiting if not task.num_arriving]

@@ -124,11 +124,6 @@ class MemoryStatus:
         return self._replicas.readers_bytes
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of adopted data that stay in host memory because the program holds them."""
-        return sum(handle.nbytes for handle in self._replicas.held)
-
-    @property
     def num_in_files(self) -> tuple[int, int]:
         """Number of handles whose data is in a file, and number of those whose data is nowhere else."""
         return self._replicas.num_files, self._replicas.num_cold

@@ -14,7 +14,7 @@ has changed are entered anew when they are chosen.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -50,9 +50,6 @@ Queue = list[Entry]
 
 Queues = tuple[Queue, Queue]
 """Clean and dirty candidates."""
-
-Drawn = list[tuple[Queue, Entry]]
-"""Entries that a plan has taken out of their queues, to be put back at its end."""
 
 
 class Candidates:
@@ -150,9 +147,8 @@ class Candidates:
             kept: replicas that must stay.
         """
         self._begin(kept)
-        drawn: Drawn = []
-        holes = self._plan_bytes(sizes, self._all(drawn)) if self.node.is_counted else self._plan_holes(sizes, self._same_size)
-        self._end(drawn, kept)
+        holes = self._plan_holes(sizes, self._same_size)
+        self._end(kept)
         return holes
 
     def plan_droppable(self, sizes: Sequence[int], later_than: float, kept: Collection[Replica] = ()) -> Holes | None:
@@ -162,12 +158,8 @@ class Candidates:
             kept: replicas that must stay.
         """
         self._begin(kept)
-        drawn: Drawn = []
-        if self.node.is_counted:
-            holes = self._plan_bytes(sizes, self._clean(drawn, later_than))
-        else:
-            holes = self._plan_holes(sizes, lambda size: self._clean_of_size(size, later_than), later_than)
-        self._end(drawn, kept)
+        holes = self._plan_holes(sizes, lambda size: self._clean_of_size(size, later_than), later_than)
+        self._end(kept)
         return holes
 
     def _plan_holes(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
@@ -224,47 +216,19 @@ class Candidates:
             self._remove(replica)
         self._take_added()
 
-    def _end(self, drawn: Drawn, kept: Collection[Replica] = ()) -> None:
-        """End a plan: return drawn entries to their queues, and make candidates of the kept replicas again."""
-        for queue, entry in reversed(drawn):
-            if not queue or queue[-1] < entry:  # hot path: all but those before which another one was entered meanwhile
-                queue.append(entry)
-            else:
-                insort(queue, entry)
+    def _end(self, kept: Collection[Replica]) -> None:
+        """End a plan: make candidates of the kept replicas again."""
         self._added.update(dict.fromkeys(filter(is_unused, kept)))
-
-    def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica]) -> Holes | None:
-        """Return the first candidates with enough bytes together, for a node on which only bytes are counted."""
-        excess = self.node.used + sum(sizes) - self.node.budget
-        victims: dict[Replica, None] = {}
-        while excess > 0 and (replica := next(candidates, None)) is not None:
-            if replica not in victims:
-                victims[replica] = None
-                excess -= replica.handle.size
-        holes = None if excess > 0 else self._in_free_memory(sizes)
-        return None if holes is None else Holes(holes.offsets, list(victims))
 
     def plan_free(self, sizes: Sequence[int]) -> Holes | None:
         """Return holes in free memory for extents of `sizes`, which were refused in another order; None if there are too few."""
-        return self._in_free_memory(sizes) if self._has_bytes(sizes, ()) else None
-
-    def _has_bytes(self, sizes: Sequence[int], victims: Sequence[Replica]) -> bool:
-        """Whether a node on which only bytes are counted has enough of them without these replicas; True for other nodes, where addresses decide."""
-        node = self.node
-        return not node.is_counted or node.used + sum(sizes) <= node.budget + sum(victim.handle.size for victim in victims)
-
-    def _in_free_memory(self, sizes: Sequence[int]) -> Holes | None:
         return HoleSearch(self.node).cheapest(sizes, list, self._cost, lambda size: None, adds_up=True)
 
     def still_fits(self, sizes: Sequence[int], holes: Holes) -> bool:
         """Return whether the holes of an earlier plan can be had now by dropping those of their victims that are left."""
         starts = self.node.starts
         left = [victim for victim in holes.victims if starts.get(victim.offset) is victim]
-        return (
-            self._has_bytes(sizes, left)
-            and all(is_droppable(victim) and not victim.is_backing for victim in left)
-            and HoleSearch(self.node).still_free(sizes, holes)
-        )
+        return all(is_droppable(victim) and not victim.is_backing for victim in left) and HoleSearch(self.node).still_free(sizes, holes)
 
     def clean_nbytes(self, enough: int) -> int:
         """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
@@ -280,12 +244,13 @@ class Candidates:
     def dirty(self, limit: int) -> list[Replica]:
         """Return the first `limit` dirty candidates whose write-back has not begun."""
         self._take_added()
-        drawn: Drawn = []
+        drawn: Queue = []
         queue = self._queues[1]
         while len(drawn) < limit and self._first_of(queue, 1) < inf:
-            drawn.append((queue, queue.pop()))
-        self._end(drawn)
-        return [entry[2] for _, entry in drawn]
+            drawn.append(queue.pop())
+        for entry in drawn:
+            insort(queue, entry)
+        return [entry[2] for entry in drawn]
 
     def _same_size(self, size: int) -> Replica | None:
         """Return the first candidate of exactly that size, unless its price exceeds the best by more than the policy's tolerance."""
@@ -317,23 +282,6 @@ class Candidates:
         if dirty_price < price:
             return dirty_price, dirty
         return price, clean if clean else None
-
-    def _all(self, drawn: Drawn) -> Iterator[Replica]:
-        """Draw candidates in the order of eviction, tiny ones last."""
-        for queues in (self._queues, self._tiny):
-            while (queue := self._first(queues)[1]) is not None:
-                entry = queue.pop()
-                drawn.append((queue, entry))
-                yield entry[2]
-
-    def _clean(self, drawn: Drawn, later_than: float) -> Iterator[Replica]:
-        """Draw clean candidates that are next used after `later_than`."""
-        queue = self._queues[0]
-        while self._first_of(queue, 0) < inf and queue[-1][0] > later_than:
-            entry = queue.pop()
-            drawn.append((queue, entry))
-            if not entry[2].pins:
-                yield entry[2]
 
     def _first_of(self, queue: Queue, dirty: int) -> float:
         """Return the price of the first candidate of a queue, after removing or replacing stale entries before it; infinity if there is none."""

@@ -104,6 +104,36 @@ def test_graphs_within_tasks_that_wait_for_what_those_hold_say_so(tmp_path: Path
         assert graphs.get({"after": ones("after", 8 * MIB)}, "after").nbytes == 8 * MIB
 
 
+def test_a_graph_within_a_task_does_not_wait_for_later_tasks(tmp_path: Path) -> None:
+    """Tasks that read most of the memory compute small graphs: one runs after the other, and no graph waits behind a task that waits for it."""
+
+    def compute_within(array: Any) -> float:
+        parts = {f"part{n}": Task(f"part{n}", np.ones, MIB // 16) for n in range(2)}
+        return float(get(parts | {"sum": Task("sum", combine, *map(TaskRef, parts))}, "sum")) + float(array[0])
+
+    graph: dict[str, Any] = {f"made{n}": ones(f"made{n}", 3 * MIB) for n in range(4)}
+    graph |= {f"outer{n}": Task(f"outer{n}", compute_within, TaskRef(f"made{n}")) for n in range(4)}
+    with runtime(ram=5 * MIB, disk=tmp_path, workers=2) as graphs:
+        assert graphs.get(graph, [f"outer{n}" for n in range(4)]) == (MIB / 8 + 1,) * 4
+
+
+def test_a_graph_within_a_task_may_return_views_of_what_the_task_reads(tmp_path: Path) -> None:
+    """The memory stays the outer graph's, whose later tasks read it."""
+
+    def view_within(array: Any) -> float:
+        graph = {"view": Task("view", lambda: array[1:]), "sum": Task("sum", combine, TaskRef("view"))}
+        graph["end"] = Task("end", lambda view, _: view[2:], TaskRef("view"), TaskRef("sum"))
+        return float(get(graph, "end").sum())
+
+    graph: dict[str, Any] = {"x": ones("x")} | {f"seen{n}": Task(f"seen{n}", combine, TaskRef("x")) for n in range(8)}
+    graph["inner"] = Task("inner", view_within, TaskRef("x"))
+    graph["end"] = Task("end", lambda *found: sum(map(np.sum, found)), *map(TaskRef, [*graph]))
+    with runtime(ram=8 * MIB, disk=tmp_path, workers=1) as graphs:
+        assert graphs.get(graph, "end") == 10 * MIB / 8 - 3
+        assert (graphs.stats()["largest_bytes"], graphs.stats()["lent"]) == (MIB, 0)
+        assert graphs.stats()["resident_bytes"] == 0
+
+
 def test_a_budget_is_kept_by_way_of_the_disk(tmp_path: Path) -> None:
     """Data of eight times the budget is standardized in two passes; results are equal, and what is counted stays within the stated bound."""
     x = da.random.default_rng(0).random((2048, 1024), chunks=256)  # 16 MiB in blocks of 512 KiB
@@ -266,6 +296,9 @@ def test_a_full_disk_fails_the_graph_and_not_the_runtime(tmp_path: Path) -> None
     with runtime(ram=3 * MIB, disk=f"{tmp_path / 'tier'}:4MiB", workers=1) as graphs:
         with pytest.raises(DoesNotFit, match="disk is full"):
             graphs.get(graph, "end")
+        with pytest.raises(DoesNotFit, match="disk is full"):
+            graphs.get({"x": Task("x", lambda: [np.ones(3 * MIB // 8) for _ in range(2)])}, "x")
+        assert graphs.stats()["resident_bytes"] == 0
         assert graphs.get({"x": ones("x"), "y": Task("y", combine, TaskRef("x"))}, "y") == MIB / 8
 
 

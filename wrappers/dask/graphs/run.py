@@ -1,7 +1,7 @@
 """One graph during its execution: its ready tasks, and the threads that run them.
 
 A task is *light* if no input of it lies in blocks, no task of its kind has had a large result, and the store is within its budget; a light task runs
-at once. Any other task is submitted to the store, and runs when its data is in place. At most one such task per worker is submitted, with a disk
+at once. Any other task is submitted to the store, and runs when its data is in memory. At most one such task per worker is submitted, with a disk
 two, so that the data of one is fetched while the other runs.
 
 Rules. All work except running a task happens under the store's lock. The first failure ends the run: no further task begins, and results of running
@@ -18,20 +18,20 @@ from typing import Any
 from dask._task_spec import GraphNode
 from dask.utils import key_split
 
-from scheduler import DoesNotFit, TaskError
-from scheduler.machine import PAGE, Task, sleep_until
+from scheduler.machine import PAGE, rounded, sleep_until
 
+from .blocks import FAR, MemoryBlock, MemoryRequest
 from .evaluate import evaluate
 from .observe import Observers
 from .plan import GraphPlan, Key, prefix_of
-from .store import FAR, Store
-from .values import SMALL, Held, MemoryBlock, hold, holds, is_of, is_partial_view, weigh
+from .store import Store
+from .values import SMALL, Held, hold, holds, is_of, is_partial_view, weigh
 
 RESULTS = -1
 """Number of the pseudo-task that brings the requested values into memory."""
 
-Job = tuple[int, Task | None]
-"""A task's number, and the task that the store has admitted for it; None for a light task."""
+Job = tuple[int, MemoryRequest | None]
+"""A task's number, and the admitted request for its memory; None for a light task."""
 
 
 class GraphRun:
@@ -43,16 +43,16 @@ class GraphRun:
         workers: number of threads that call `work`.
         observers: Dask's callbacks.
         first: order of task 0 among the tasks of all runs of the store.
-        is_nested: whether a task of another run of the store waits for this run.
+        depth: number of runs of the store whose tasks wait for this run.
 
     Attributes:
         error: the first failure.
         failed: node and values of the task that raised the failure.
     """
 
-    def __init__(self, store: Store, plan: GraphPlan, workers: int, observers: Observers, first: int, *, is_nested: bool = False) -> None:
+    def __init__(self, store: Store, plan: GraphPlan, workers: int, observers: Observers, first: int, *, depth: int = 0) -> None:
         self.store = store
-        self.is_nested = is_nested
+        self.depth = depth
         self._num_working = workers
         self.plan = plan
         self.error: BaseException | None = None
@@ -64,7 +64,7 @@ class GraphRun:
         self._wake = threading.Condition(store.lock)
         self._finished = threading.Event()
         self._fetched = threading.Event()
-        self._fetching: Task | None = None
+        self._fetching: MemoryRequest | None = None
         self._is_fetching = False
         self._cache: dict[Key, Any] = dict(plan.data)
         self._waiting = [len(reads) for reads in plan.reads]
@@ -72,10 +72,9 @@ class GraphRun:
         self._left = [len(readers) + plan.is_wanted(number) for number, readers in enumerate(plan.readers)]
         self._weights = [0] * len(plan.nodes)
         self._done = bytearray(len(plan.nodes))
-        self._admitted: list[tuple[int, Task]] = []
+        self._admitted: list[tuple[int, MemoryRequest]] = []
         self._largest: dict[str, int] = {}
         self._prefixes: dict[Any, str] = {}
-        self._retried: set[int] = set()
         self._num_left = len(plan.nodes)
         self._num_submitted = 0
         self._num_held = 0
@@ -89,25 +88,25 @@ class GraphRun:
         """Run tasks until none is left; the body of a worker thread."""
         try:
             with self._wake:
-                self.store.threads.add(threading.get_ident())
+                self.store.depths[threading.get_ident()] = self.depth + 1
                 job = self._take()
             while job is not None:
-                number, task = job
-                value, weight = self._call(number, task)
+                number, request = job
+                value, weight = self._call(number, request)
                 with self._wake:
-                    self._complete(number, task, value, weight)
+                    self._complete(number, request, value, weight)
                     value = None
                     job = self._take()
         except BaseException as error:  # an error of a task or a callback, for the program
             with self._wake:
                 self._fail(error)
-                task = job[1] if job is not None else None
-                if task is not None and task.state == "running" and self.store.failure is None:
-                    self.store.finish(task)
+                request = job[1] if job is not None else None
+                if request is not None and request.is_admitted and self.store.failure is None:
+                    self.store.advance(self.store.ledger.finish, request)
         finally:
             with self._wake:
                 self._num_working -= 1
-                self.store.threads.discard(threading.get_ident())
+                self.store.depths.pop(threading.get_ident(), None)
                 self.store.look_for_deadlock()
 
     def wait(self) -> None:
@@ -119,11 +118,11 @@ class GraphRun:
         with self._wake:
             self._fail(error)
 
-    def _call(self, number: int, task: Task | None) -> tuple[Any, int]:
+    def _call(self, number: int, request: MemoryRequest | None) -> tuple[Any, int]:
         """Run a task; returns its value and the value's approximate bytes."""
         node = self.plan.nodes[number]
         values: Mapping[Key, Any] = self._cache
-        if task is not None:
+        if request is not None:
             values = {key: cached.get() if type(cached := self._cache[key]) is Held else cached for key in node.dependencies}
         if self._observers:
             self._observers.begin(self.plan.keys[number])
@@ -178,7 +177,7 @@ class GraphRun:
             for source in self.plan.reads[number]:
                 if type(cache[keys[source]]) is Held:
                     return False
-        return not (self._largest and self._scratch_nbytes(number) >= SMALL) and not self.store.is_full
+        return not (self._largest and self._scratch_nbytes(number) >= SMALL) and not self.store.ledger.is_full
 
     def _prefix(self, number: int) -> str:
         name = prefix_of(self.plan.keys[number])
@@ -191,61 +190,52 @@ class GraphRun:
         """Return the bytes of the largest result so far of this kind of task."""
         return self._largest.get(self._prefix(number), 0) if self._largest else 0
 
-    def _submit(self, number: int, scratch_nbytes: int) -> None:
+    def _submit(self, number: int, result_nbytes: int) -> None:
         plan, blocks = self.plan, dict[MemoryBlock, None]()
         for source in plan.reads[number] if self._num_held else ():
             entry = self._cache[plan.keys[source]]
             if type(entry) is Held:
                 blocks.update(dict.fromkeys(entry.blocks))
         self._num_submitted += 1
-        next_uses = [self._next_use(block, number) for block in blocks]
-        self.store.submit(self, number, self._prefix(number), self.first + number, list(blocks), max(scratch_nbytes, PAGE), next_uses)
+        self.store.advance(
+            self.store.ledger.request, MemoryRequest(self, number, self.first + number, list(blocks), rounded(result_nbytes), PAGE, self.depth)
+        )
 
-    def _next_use(self, block: MemoryBlock, number: int) -> int:
-        """Return the order of the next task, other than this one, that will read the block; `FAR` if there is none."""
+    def _next_use(self, block: MemoryBlock) -> int:
+        """Return the order of the next task that will read the block; `FAR` if there is none."""
         uses, done = block.uses, self._done
-        while uses and (uses[0] == number or done[uses[0]]):
+        while uses and done[uses[0]]:
             heapq.heappop(uses)
         return self.first + uses[0] if uses else FAR
 
-    def admitted(self, number: int, task: Task) -> None:
-        """Take a task whose data is in place."""
-        if number == RESULTS and not self._closed:
-            self._fetching, self._is_fetching = task, False
+    def admitted(self, request: MemoryRequest) -> None:
+        """Take a task whose data is in memory."""
+        if request.number == RESULTS and not self._closed:
+            self._fetching, self._is_fetching = request, False
             self._fetched.set()
         elif self._ended:
-            self.store.finish(task)
+            self.store.advance(self.store.ledger.finish, request)
         else:
-            heapq.heappush(self._admitted, (number, task))
+            heapq.heappush(self._admitted, (request.number, request))
             if self._num_idle:
                 self._wake.notify()
 
-    def refused(self, number: int, error: BaseException) -> None:
-        """Note that a task will never run, because it does not fit memory or its inputs are lost."""
-        if number == RESULTS:
-            self.error, self._is_fetching = self.error or error, False
-            self._fetched.set()
-            return
-        if self._ended:
-            return
-        self._num_submitted -= 1
-        if isinstance(error, DoesNotFit) and number not in self._retried:  # retry: its result may be smaller than others of its kind
-            self._retried.add(number)
-            self._submit(number, 0)
-            return
-        if isinstance(error, DoesNotFit) and error.shortage.node == self.store.ram.name:
-            error = self._explain(number)
-        self._fail(error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error)
+    def refused(self, request: MemoryRequest, error: BaseException | None) -> None:
+        """Note that a task will never run: its data is lost, the disk has failed, or, without an error, it does not fit."""
+        nbytes = sum(block.nbytes for block in request.blocks)
+        if request.number == RESULTS:
+            self._give_up_results(error or self.store.too_large(None, nbytes))
+        elif not self._ended:
+            self._num_submitted -= 1
+            self._fail(error or self.store.too_large(self.plan.keys[request.number], nbytes))
 
-    def _explain(self, number: int) -> DoesNotFit:
-        """Return the reason why a task cannot run within the budget."""
-        reads = [each for source in self.plan.reads[number] if type(each := self._cache[self.plan.keys[source]]) is Held]
-        nbytes = sum(block.nbytes for block in dict.fromkeys(block for held in reads for block in held.blocks))
-        return self.store.too_large(self.plan.keys[number], nbytes)
+    def _give_up_results(self, error: BaseException) -> None:
+        self.error, self._is_fetching = self.error or error, False
+        self._fetched.set()
 
     def broken(self, error: BaseException) -> None:
         """End the run because the store can run no more tasks."""
-        self.refused(RESULTS, error)
+        self._give_up_results(error)
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -257,36 +247,36 @@ class GraphRun:
         self._finished.set()
         self._wake.notify_all()
         admitted, self._admitted = self._admitted, []
-        for _, task in admitted:
-            if self.store.failure is None:
-                self.store.finish(task)
+        if self.store.failure is None:
+            self.store.advance(self.store.ledger.withdraw, self)
+            for _, request in admitted:
+                self.store.advance(self.store.ledger.finish, request)
 
-    def _complete(self, number: int, task: Task | None, value: Any, weight: int) -> None:
+    def _complete(self, number: int, request: MemoryRequest | None, value: Any, weight: int) -> None:
         """Keep a task's value, drop values that no task reads any more, and release its readers."""
-        if task is not None:
+        if request is not None:
             self._num_submitted -= 1
         if self._ended:
-            if task is not None:
-                self.store.finish(task)
+            if request is not None:
+                self.store.advance(self.store.ledger.finish, request)
             return
         plan, cache = self.plan, self._cache
         key = plan.keys[number]
         self._done[number] = 1
         if weight >= SMALL:
             value = hold(value, lambda owner, nbytes, is_array: self._find(number, owner, nbytes, is_array))
-            if type(value) is Held:
-                self._adopt(number, value)
-                weight = 0
-            else:
-                weight = 0 if weight >= SMALL else weight
-        if weight:
-            self._weights[number] = weight
-            self.store.count_small(weight)
         cache[key] = value
         for name in plan.names.get(number, ()):
             cache[name] = value
-        if task is not None:
-            self.store.finish(task)
+        if type(value) is Held:
+            self._adopt(number, value)
+        elif weight < SMALL:
+            self._weights[number] = weight
+            self.store.count_small(weight)
+        if request is not None:
+            for block in request.blocks:
+                block.next_use = self._next_use(block)
+            self.store.advance(self.store.ledger.finish, request)
         if not self._left[number]:
             self._drop(number)
         left = self._left
@@ -317,21 +307,24 @@ class GraphRun:
         for block in held.blocks:
             for reader in self.plan.readers[number]:
                 heapq.heappush(block.uses, reader)
-            if block.record is None:
+            if not block.is_counted:
                 nbytes += block.nbytes
-                self.store.adopt(block, name, self._next_use(block, number))
+                block.next_use = self._next_use(block)
+                self.store.adopt(block)
             elif not is_partial_view(held.value, block):  # it may be an input that the task has changed in place
-                self.store.note_changed(block)
+                self.store.ledger.change(block)
         if nbytes > self._largest.get(name, 0):
             self._largest[name] = nbytes
 
     def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock | None:
-        """Return the block of an owner; None for memory that the graph itself holds, which belongs to the program."""
-        if id(owner) not in self.store.blocks:
+        """Return the block of an owner; None for memory that the graph itself or another run holds."""
+        block = self.store.blocks.get(id(owner))
+        if block is None:
             node, data = self.plan.nodes[number], self.plan.data
             if holds(node, owner) or any(is_of(data[key], owner) for key in node.dependencies if key in data):
                 return None
-        return self.store.find(owner, nbytes, is_array)
+            return self.store.new_block(self, owner, nbytes, is_array)
+        return block if block.client is self else None
 
     def _drop(self, number: int) -> None:
         """Drop a task's value after its last reader."""
@@ -362,7 +355,9 @@ class GraphRun:
         if blocks and self.store.spills:
             with self._wake:
                 self._is_fetching = True
-                self.store.submit(self, RESULTS, "the results", self.first + len(self.plan.nodes), blocks, 0, [FAR] * len(blocks))
+                self.store.advance(
+                    self.store.ledger.request, MemoryRequest(self, RESULTS, self.first + len(self.plan.nodes), blocks, 0, 0, self.depth)
+                )
                 self.store.look_for_deadlock()
             sleep_until(self._fetched)
             if self.error is not None:
@@ -370,16 +365,16 @@ class GraphRun:
         with self._wake:
             values = {key: self._cache[key] for key in self.plan.wanted if key in self._cache}
             values = {key: value.get() if type(value) is Held else value for key, value in values.items()}
-            self._return_results()
             for block in blocks if hand_over is not None else ():
                 hand_over(block)  # type: ignore[misc]
+            self._return_results()
         return values
 
     def _return_results(self) -> None:
         """End the pseudo-task that holds the requested values in memory."""
-        task, self._fetching = self._fetching, None
-        if task is not None and self.store.failure is None:
-            self.store.finish(task)
+        request, self._fetching = self._fetching, None
+        if request is not None and self.store.failure is None:
+            self.store.advance(self.store.ledger.finish, request)
 
     def close(self) -> None:
         """Drop all values."""

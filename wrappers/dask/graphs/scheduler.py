@@ -139,7 +139,7 @@ class GraphRuntime:
                 with self._store.lock:
                     first, self._num_orders = self._num_orders, self._num_orders + len(plan.nodes) + 1
                     count = min(count, len(plan.nodes))
-                    run = GraphRun(self._store, plan, count, observers, first, is_nested=threading.get_ident() in self._store.threads)
+                    run = GraphRun(self._store, plan, count, observers, first, depth=self._store.depths.get(threading.get_ident(), 0))
                     self._store.clients.add(run)
                 values = self._carry_out(run, submit, count, rerun_exceptions_locally)
                 failed = False
@@ -191,14 +191,14 @@ class GraphRuntime:
         """
         store = self._store
         with store.lock:
-            memory = store.machine.memory
+            ledger = store.ledger
             return {
                 "budget_bytes": self.budget,
-                "peak_bytes": store.peak,
-                "resident_bytes": store.ram.used,
+                "peak_bytes": ledger.peak,
+                "resident_bytes": ledger.used,
                 "largest_bytes": store.largest,
-                "moved_bytes": memory.moved_by_name(),
-                "evictions": memory.num_evictions,
+                "moved_bytes": {"ram->disk": ledger.written, "disk->ram": ledger.read},
+                "evictions": ledger.num_evictions,
                 "lent": store.num_handed_over - len(store.inbox),
             }
 

@@ -12,17 +12,23 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import count
+from queue import PriorityQueue
 from typing import Any, Final
 
 import cloudpickle
 import numpy as np
 
 from scheduler import TierFailed
-from scheduler.drivers import THREADS, DiskEngine, Marks
-from scheduler.machine import PAGE, CopyTile, MemoryNode, NodeId, rounded
+from scheduler.drivers import THREADS
+from scheduler.machine import PAGE, MemoryNode, rounded
 from scheduler.storage import DiskTier, HostArena
 
-from .values import MemoryBlock, raw_bytes
+from .blocks import MemoryBlock, MoveBlock
+from .values import raw_bytes
+
+Done = Callable[[MemoryBlock, BaseException | None, bool], None]
 
 STAGING: Final = 256 << 10
 """Largest staging buffer of a thread; bytes."""
@@ -50,87 +56,83 @@ class FileExtent:
         self.sizes = sizes
 
 
-class Unpicklable:
-    """An object that cannot be pickled, and so stays in memory in place of an extent."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-
-class SpillEngine(DiskEngine):
-    """The threads that copy blocks between host memory and the file.
+class SpillEngine:
+    """The threads that move blocks between memory and the file; reads are served before writes, because tasks wait for all of them.
 
     Args:
         tier: the file.
         nbytes: capacity of the file in bytes.
-        node: memory node of the file.
         staging: bytes of the staging buffer of each thread.
-        done, lost, fail: as in `DiskEngine`.
-        keep: called with a block that cannot be pickled.
+        done: called after each copy with the block, the error (None if it has succeeded), and whether the block cannot be pickled and stays.
+        fail: called with an error of the engine itself.
     """
 
-    def __init__(
-        self,
-        tier: DiskTier,
-        nbytes: int,
-        node: NodeId,
-        staging: int,
-        done: Callable[[CopyTile, int, int], None],
-        lost: Callable[[CopyTile, BaseException], None],
-        fail: Callable[[BaseException], None],
-        keep: Callable[[MemoryBlock], None],
-    ) -> None:
-        super().__init__((), tier, node, done, lost, fail)
+    def __init__(self, tier: DiskTier, nbytes: int, staging: int, done: Done, fail: Callable[[BaseException], None]) -> None:
+        self.tier = tier
         self.file = MemoryNode("file", nbytes, is_storage=True)
-        self._keep = keep
+        self._done, self._fail = done, fail
         self._staging = staging
-        self._local = threading.local()
         self._extents = threading.Lock()
+        self._numbers = count()
+        self._moves: PriorityQueue[tuple[int, int, MoveBlock | None]] = PriorityQueue()
+        self._threads = [threading.Thread(target=self._run, name=f"nntask dask disk {number}", daemon=True) for number in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
 
-    def discard(self, extent: Any) -> None:
-        """Free an extent, which will not be read any more."""
-        if isinstance(extent, FileExtent):
-            size = rounded(extent.nbytes)
-            with self._extents:
-                self.file.give(extent.offset, size, "data")
-            if extent.offset + size > self.file.budget and self.tier is not None:
-                self.tier.discard(extent.offset, size)
+    def put(self, move: MoveBlock) -> None:
+        """MemoryRequest a copy."""
+        self._moves.put((move.kind == "write", next(self._numbers), move))
 
-    def _marks(self, node: NodeId) -> Marks:
-        return ()
+    def close(self) -> None:
+        """End the threads after their current copies, and close the file."""
+        for _ in range(THREADS):
+            self._moves.put((-1, next(self._numbers), None))
+        for thread in self._threads:
+            with suppress(RuntimeError):  # the calling thread itself
+                thread.join()
+        self.tier.close()
 
-    def _carry_out(self, action: CopyTile, marks: Marks, buffers: Any) -> TierFailed | None:
-        block: MemoryBlock = action.source.handle.view  # type: ignore[assignment]  # opaque to the core
-        leaves = action.target.node == self.node
+    def discard(self, block: MemoryBlock) -> None:
+        """Free the extent of a block, which will not be read any more."""
+        extent, block.extent = block.extent, None
+        if extent is not None:
+            self._free(extent)
+
+    def _free(self, extent: FileExtent) -> None:
+        size = rounded(extent.nbytes)
+        with self._extents:
+            self.file.give(extent.offset, size, "data")
+        if extent.offset + size > self.file.budget:
+            self.tier.discard(extent.offset, size)
+
+    def _run(self) -> None:
         try:
-            if leaves:
-                self.discard(block.extent)  # the extent of the block's previous contents
-                block.extent = None
-                block.extent = self._write(block)
-            else:
-                block.owner = self._read(block.extent, is_array=block.is_array)
+            arena = HostArena(self._staging)
+            while (move := self._moves.get()[-1]) is not None:
+                self._done(move.block, *self._carry_out(move, arena))
+                del move  # and so the block
+        except BaseException as bug:  # every waiting thread must be woken
+            self._fail(bug)
+
+    def _carry_out(self, move: MoveBlock, arena: HostArena) -> tuple[TierFailed | None, bool]:
+        """Copy a block; return the error, and whether the block stays because it cannot be pickled."""
+        block = move.block
+        try:
+            if move.kind == "read":
+                block.owner = self._read(block.extent, arena, is_array=block.is_array)
+                return None, False
+            self.discard(block)  # the extent of its previous contents
+            pieces, sizes = _pieces_of(block)
+            if pieces:
+                block.extent = self._write_pieces(pieces, sizes, arena)
+            return None, not pieces
         except (OSError, pickle.PickleError, MemoryError) as error:
-            assert self.tier is not None
             why = str(getattr(error, "strerror", None) or error)
-            failure = TierFailed(f"{block.nbytes:,} B of results", str(self.tier.directory), why, reads=not leaves)
+            failure = TierFailed(f"{block.nbytes:,} B of results", str(self.tier.directory), why, reads=move.kind == "read")
             failure.__cause__ = error
-            return failure
-        return None
+            return failure, False
 
-    def _write(self, block: MemoryBlock) -> FileExtent | Unpicklable:
-        if block.is_array:
-            return self._write_pieces([raw_bytes(block.owner).data], None)
-        try:
-            head, buffers = _pickled(block.owner)
-        except Exception:  # an error of the object's __reduce__, not of the disk
-            self._keep(block)
-            return Unpicklable(block.owner)
-        pieces = [memoryview(head), *(each.raw() for each in buffers)]
-        return self._write_pieces(pieces, [piece.nbytes for piece in pieces])
-
-    def _write_pieces(self, pieces: list[memoryview], sizes: list[int] | None) -> FileExtent:
+    def _write_pieces(self, pieces: list[memoryview], sizes: list[int] | None, arena: HostArena) -> FileExtent:
         nbytes = sum(piece.nbytes for piece in pieces)
         size = rounded(nbytes)
         with self._extents:
@@ -139,41 +141,35 @@ class SpillEngine(DiskEngine):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         extent = FileExtent(offset, nbytes, sizes)
         try:
-            self._stage_out(pieces, offset)
+            self._stage_out(pieces, offset, arena)
         except BaseException:
-            self.discard(extent)
+            self._free(extent)
             raise
         return extent
 
-    def _stage_out(self, pieces: Iterable[memoryview], offset: int) -> None:
+    def _stage_out(self, pieces: Iterable[memoryview], offset: int, arena: HostArena) -> None:
         """Write bytes one after another through the staging buffer."""
-        arena, filled = self._arena(), 0
-        staging = np.frombuffer(arena.memory, np.uint8)
-        assert self.tier is not None
+        staging, filled = np.frombuffer(arena.memory, np.uint8), 0
         for piece in pieces:
             data, done = np.frombuffer(piece, np.uint8), 0
             while done < data.nbytes:
-                count = min(data.nbytes - done, self._staging - filled)
-                staging[filled : filled + count] = data[done : done + count]
-                filled, done = filled + count, done + count
+                length = min(data.nbytes - done, self._staging - filled)
+                staging[filled : filled + length] = data[done : done + length]
+                filled, done = filled + length, done + length
                 if filled == self._staging:
                     self.tier.write(arena, 0, offset, filled)
                     offset, filled = offset + filled, 0
         if filled:
             self.tier.write(arena, 0, offset, rounded(filled))
 
-    def _read(self, extent: FileExtent | Unpicklable, *, is_array: bool) -> Any:
-        if isinstance(extent, Unpicklable):
-            return extent.owner
+    def _read(self, extent: FileExtent, arena: HostArena, *, is_array: bool) -> Any:
         data = np.empty(extent.nbytes, np.uint8)
-        arena, done = self._arena(), 0
-        staging = np.frombuffer(arena.memory, np.uint8)
-        assert self.tier is not None
+        staging, done = np.frombuffer(arena.memory, np.uint8), 0
         while done < extent.nbytes:
-            count = min(extent.nbytes - done, self._staging)
-            self.tier.read(arena, 0, extent.offset + done, rounded(count))
-            data[done : done + count] = staging[:count]
-            done += count
+            length = min(extent.nbytes - done, self._staging)
+            self.tier.read(arena, 0, extent.offset + done, rounded(length))
+            data[done : done + length] = staging[:length]
+            done += length
         if is_array:
             return data
         assert extent.sizes is not None
@@ -183,11 +179,17 @@ class SpillEngine(DiskEngine):
             begin += size
         return pickle.loads(pieces[0].data, buffers=pieces[1:])
 
-    def _arena(self) -> HostArena:
-        arena: HostArena | None = getattr(self._local, "arena", None)
-        if arena is None:
-            arena = self._local.arena = HostArena(self._staging)
-        return arena
+
+def _pieces_of(block: MemoryBlock) -> tuple[list[memoryview], list[int] | None]:
+    """Return the bytes of a block, and the sizes of the pieces unless it is an array; no pieces if it cannot be pickled."""
+    if block.is_array:
+        return [raw_bytes(block.owner).data], None
+    try:
+        head, buffers = _pickled(block.owner)
+    except Exception:  # an error of the object's __reduce__, not of the disk
+        return [], None
+    pieces = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    return pieces, [piece.nbytes for piece in pieces]
 
 
 def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:

@@ -1,4 +1,4 @@
-"""Results as blocks of memory, each one handle of the core, which may be evicted to the disk and fetched again.
+"""Results as blocks of memory, which may leave to the disk and come back.
 
 A *block* is the memory of one NumPy array that owns it, or one object of another kind as a whole. A large result becomes a template over its blocks:
 for an array its offset, shape and strides in the block, for a tuple, list or dict its items. So views share the block of their base, be it the
@@ -19,7 +19,7 @@ import numpy as np
 from dask._task_spec import GraphNode
 from dask.sizeof import sizeof
 
-from scheduler.machine import HandleRecord
+from .blocks import MemoryBlock
 
 SMALL: Final = 16 << 10
 """A result of fewer bytes is small."""
@@ -33,36 +33,8 @@ _SCALAR_BYTES: Final = 32
 _ARRAY_BYTES: Final = 112
 _NOTHING: Final = object()
 
-
-class MemoryBlock:
-    """Memory that results lie in.
-
-    Attributes:
-        owner: the array that owns the memory, or the object; None while the block is not in host memory.
-        nbytes: bytes of the memory.
-        is_array: whether the owner is an array.
-        record: handle record in the core; None while the block is not counted.
-        holders: results that lie in the block.
-        uses: numbers of the tasks that will read the block, a heap.
-        extent: extent in the tier file, for `spill`; None without one.
-    """
-
-    __slots__ = ("__weakref__", "extent", "holders", "is_array", "nbytes", "owner", "record", "uses")
-
-    def __init__(self, owner: Any, nbytes: int, *, is_array: bool) -> None:
-        self.owner = owner
-        self.nbytes = nbytes
-        self.is_array = is_array
-        self.record: HandleRecord | None = None
-        self.holders: list[Held] = []
-        self.uses: list[int] = []
-        self.extent: Any = None
-
-    def forget(self) -> None:
-        """Drop the memory; results in it are rebuilt when it is fetched again."""
-        self.owner = None
-        for held in self.holders:
-            held.value = _NOTHING
+Find = Callable[[Any, int, bool], MemoryBlock | None]
+"""(owner, its bytes, whether it is an array) -> its block; None for memory that must not be moved."""
 
 
 class Held:
@@ -86,6 +58,13 @@ class Held:
         if self.value is _NOTHING:
             self.value = self.template()
         return self.value
+
+
+def forget(block: MemoryBlock) -> None:
+    """Drop the memory of a block; results in it are rebuilt when it has been read back."""
+    block.owner = None
+    for held in block.holders:
+        held.value = _NOTHING
 
 
 def weigh(value: Any) -> int:
@@ -115,11 +94,11 @@ def _weigh_items(items: Collection[Any]) -> int:
     return sum(map(weigh, sample)) * len(items) // max(len(sample), 1)
 
 
-def hold(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None]) -> Any:
+def hold(value: Any, find: Find) -> Any:
     """Return a result as a `Held` over its blocks; the result itself if none of it lies in blocks.
 
     Args:
-        find: (owner, its bytes, whether it is an array) -> its block; None for memory that must not be moved.
+        find: finds or makes the block of an owner.
     """
     blocks: dict[MemoryBlock, None] = {}
     template = _template(value, find, blocks)
@@ -131,7 +110,7 @@ def hold(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None]) -> An
     return held
 
 
-def _template(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None], blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
+def _template(value: Any, find: Find, blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
     """Return a function that builds the result from its blocks, which are added to `blocks`."""
     kind = type(value)
     if kind is np.ndarray and not value.dtype.hasobject:
@@ -150,9 +129,7 @@ def _template(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None], 
     return lambda: block.owner
 
 
-def _array_template(
-    array: np.ndarray[Any, Any], find: Callable[[Any, int, bool], MemoryBlock | None], blocks: dict[MemoryBlock, None]
-) -> Callable[[], Any]:
+def _array_template(array: np.ndarray[Any, Any], find: Find, blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
     owner = owner_of(array)
     if owner.nbytes < SMALL:
         return lambda: array
