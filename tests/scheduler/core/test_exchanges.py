@@ -23,7 +23,7 @@ from scheduler.core.errors import TaskError
 from scheduler.core.events import Action
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.policies import POLICIES
-from scheduler.core.records import ANY, HandleRecord, Mode, R, Task, W
+from scheduler.core.records import ANY, RAM, HandleRecord, Mode, R, Task, W
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning import orders
 from scheduler.testing import FakeDriver, FakeStep
@@ -235,3 +235,45 @@ def test_machines_that_exchange_data_end_at_the_planned_minimum(
     for member in cluster.members:
         assert [str(ended.error) for ended in member.driver.runs if ended.error is not None] == []
         member.driver.check()
+
+
+def out_of_turn(self: Dispatch, actions: list[Action]) -> None:
+    """`Dispatch.take_turns` that admits an exchange as soon as it is ready."""
+    for task in [task for task in self.turns if task.state == "ready"]:
+        self._assign(task, self.host, actions)
+
+
+@pytest.mark.parametrize(("owner", "name", "bug"), [(Dispatch, "take_turns", out_of_turn), (orders, "pairwise", lambda turns: [])])
+def test_exchanges_without_one_sequence_are_noticed(owner: object, name: str, bug: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If exchanges are admitted out of turn, or if planned orders move them, machines at their minimum wait for each other sooner or later."""
+
+    def first_hang() -> int | None:
+        for seed in range(40):
+            chance = Random(seed)
+            items = [(at, chance.choice((0, 1, 2, 8, 9)), chance.randrange(10), chance.randrange(10), 1 + chance.randrange(4), 0) for at in range(10)]
+            try:
+                run(prepare([LAYOUTS[seed % 2]] * 2, items, [0] * 4, "eager", ANY, [seed, seed + 1]), chance, 2)
+            except Hang:
+                return seed
+        return None
+
+    assert first_hang() is None
+    monkeypatch.setattr(owner, name, bug)
+    assert first_hang() is not None
+
+
+def test_exchanges_behind_one_that_fails_have_their_turns() -> None:
+    """An exchange whose data is lost has no turn; the exchange after it is admitted, and holds nothing until it is the next one."""
+    driver = FakeDriver([16], [("cpu", 0, 1)])
+    source, others = driver.handle(1, "source"), [driver.handle(1, f"received {at}") for at in range(3)]
+    accesses: list[list[tuple[HandleRecord, Mode]]] = [[(source, W)], [(source, R)], *([(other, W)] for other in others)]
+    tasks = [RecordedTask(None, f"r{at}", ("cpu",) if at == 0 else ("host",), tuple(each), {"salt": at}, 0) for at, each in enumerate(accesses)]
+    step = FakeStep(driver, StepPlan(tasks, dict.fromkeys([source, *others], False)))
+    for fails in (False, True, False):
+        step.replay()
+        assert ([task.name for task in driver.running], driver.machine.memory.used(RAM)) == (["r0"], PAGE)
+        driver.end(0, ZeroDivisionError("planted") if fails else None)
+        assert [task.name for task in driver.running] == (["r2", "r3", "r4"] if fails else ["r1", "r2", "r3", "r4"])
+        driver.drain()
+    assert [type(ended.error) for ended in driver.runs if ended.error is not None] == [ZeroDivisionError, TaskError]
+    driver.check()
