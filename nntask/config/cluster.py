@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-
 from ..errors import Setting, UsageError
 from ..io.units import parse_size
 from ..optim.sharded import most_nodes

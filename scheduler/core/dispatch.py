@@ -92,9 +92,9 @@ class Dispatch:
 
     def begin(self, replay: Replay) -> None:
         """Prepare for the tasks of a new replay."""
+        self.turns += replay.turns
         if replay.has_pins:
             self.keep_pins()
-        self.turns.extend(replay.turns)
 
     def keep_pins(self) -> None:
         """Put a policy that respects pins in front of the current one; to be called before the first pinned task."""
@@ -138,15 +138,14 @@ class Dispatch:
     def take_turns(self, actions: list[Action]) -> None:
         """Admit ready tasks of kind host of recorded steps, in planned order: each waits, holding nothing, until the one before it is admitted.
 
-        Such a task may be an end of an exchange, which ends once its other end has been admitted by another machine, too. Every exchange ends if the
-        exchanges of each machine have one sequence everywhere. Proof: let e be the first unfinished exchange. A machine that has not admitted its end
-        of e holds memory for no later one, and all earlier ones have ended. So only tasks run there that end by themselves, the tasks before e in
-        planned order need nothing from other machines, and e is admitted by the promises of one machine (`admission`, `reservations`). Once both ends
-        are admitted, e ends. No memory must be kept free for other tasks meanwhile.
+        Such a task may be one end of an exchange, which ends once another machine has admitted the other end. If all exchanges have one sequence, of
+        which each machine has a part in that order, all of them end. Proof: let e be the first unfinished one. A machine that has not admitted its
+        end of e holds memory for no later one, and all earlier ones have ended. So only tasks run there that end by themselves, the tasks before e in
+        planned order need nothing from other machines, and e is admitted as on a machine of its own (`admission`, `reservations`). Once both ends are
+        admitted, e ends. So no memory has to be kept free for other tasks while exchanges wait.
         """
-        turns = self.turns
-        while turns:
-            task = turns[0]
+        while self.turns:
+            task = self.turns[0]
             if task.state != "ready" or (task.step is not None and task.order > self._foresight.order + task.step.window):
                 return
             self._assign(task, self.host, actions)
@@ -377,8 +376,8 @@ class Dispatch:
                 raise InvalidEvent(f"worker {worker.id} idles although a task is staged")
             if len(worker.assigned) > worker.depth:
                 raise InvalidEvent(f"worker {worker.id} holds {len(worker.assigned)} tasks, more than {worker.depth}")
-        if any(task.state not in ("waiting", "ready", "blocked") for task in self.turns):
-            raise InvalidEvent(f"tasks that are admitted wait for their turns: {[*self.turns]}")
+        if any(task in self.host.assigned for task in self.turns):
+            raise InvalidEvent(f"tasks wait for their turns, and some of them are admitted: {[*self.turns]}")
         num_free = sum(worker.depth - len(worker.assigned) for worker in self.joined)
         if num_free != self.num_free:
             raise InvalidEvent(f"workers have {num_free} free slots, {self.num_free} were counted")

@@ -56,7 +56,7 @@ class Machine:
     """The state machine.
 
     Guarantees:
-      - An admitted task holds everything it needs, so it always ends. A blocked task holds nothing.
+      - An admitted task holds everything it needs, so it always ends, exchanges included (`Dispatch.take_turns`). A blocked task holds nothing.
       - A pinned replica is never evicted, moved or freed.
       - When nothing runs or moves, any task that fits on any node is admitted. If there is none, the oldest blocked task fails with `DoesNotFit`. So
         nothing hangs, as long as the program releases the data that it has acquired.

@@ -265,14 +265,9 @@ class StepPlan:
         """Return the bytes that the task with the largest working set uses: the smallest size of a memory where tasks run.
 
         Args:
-            aside: whether to look at the tasks that host memory must hold, because they run aside or are of kind host, instead of all that devices may
-                have to hold.
+            aside: whether to look at the tasks that only host memory must hold: those that run aside, and those of kind host.
         """
-        tasks = [
-            task
-            for task, is_aside in zip(self.tasks, self.aside, strict=True)
-            if is_aside == aside or (aside and task.kinds[0] == "host")
-        ]
+        tasks = [task for task, is_aside in zip(self.tasks, self.aside, strict=True) if is_aside == aside or (aside and task.kinds[0] == "host")]
         return max((sum(handle.size for handle, _ in task.accesses) for task in tasks), default=0)
 
     def _makes(self) -> list[int]:

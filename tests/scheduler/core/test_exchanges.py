@@ -1,8 +1,8 @@
-"""Machines that exchange data never wait for each other indefinitely, at the planned minimum and above, in planned orders, in any order of completions.
+"""Machines that exchange data do not wait for each other indefinitely, in planned orders of their own, at the planned minimum and above.
 
 Two or three machines without any network replay steps of their own. Some tasks of kind host are ends of exchanges: the receiving end may end once the
-sending end runs, and the sending end once the receiving end has ended, as on a cluster (`nntask.optim.sharded`). Each machine has a planned order of
-its own. More cases: ``NNTASK_EXCHANGE_CASES=20000 pytest --hypothesis-profile=many tests/scheduler/core/test_exchanges.py``.
+sending end runs, and the sending end once the receiving end has ended, as on a cluster (`nntask.optim.sharded`). Everything else ends in any order.
+More cases: ``NNTASK_EXCHANGE_CASES=20000 pytest --hypothesis-profile=many tests/scheduler/core/test_exchanges.py``.
 """
 
 from __future__ import annotations

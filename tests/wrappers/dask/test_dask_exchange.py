@@ -72,7 +72,10 @@ def test_planned_orders_and_small_budgets_change_no_bit(how: dict[str, object], 
     least = max(plan.minimum_bytes(is_last=False, computes=True) for plan in plans) + staging
     quarter = max(plan.needed_bytes() for plan in plans) // 4 + staging
     flat = max(plan.minimum_bytes(is_last=True, computes=True) for plan in plans)
-    results = [roomy, *(train(count, run, orders=orders or (AUTO,), ram=ram, disk=disk) for ram, disk in ((least, tmp_path), (quarter, tmp_path), (flat, None)))]
+    results = [
+        roomy,
+        *(train(count, run, orders=orders or (AUTO,), ram=ram, disk=disk) for ram, disk in ((least, tmp_path), (quarter, tmp_path), (flat, None))),
+    ]
     assert [result.outcomes for result in results] == [alone.outcomes] * 4
     assert [result.weights for result in results] == [alone.weights] * 4
     if orders:
