@@ -7,10 +7,9 @@ al., 2020). The numbers are those of one node with the same lanes, whatever the 
 gradient and of the parameters.
 
 Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes complete their gradients. Transfers are tasks of
-the recorded step: a bucket travels in its turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles they
-read. All transfers have one sequence, of which each node emits its part in that order, so that no nodes wait for each other indefinitely
-(`Dispatch.take_turns`). A receiver allocates a bucket only when its own part of it is final. A `Transport` carries the bytes; nothing here depends
-on a network.
+the recorded step, emitted in one sequence, of which each node has its part, so that all of them end (`Dispatch.take_turns`): a bucket travels in its
+turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A receiver allocates a bucket only when
+its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
 """
 
 from __future__ import annotations
