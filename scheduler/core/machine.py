@@ -345,7 +345,8 @@ class Machine:
         while True:
             while dispatch.to_cancel:
                 self._cancel(*dispatch.to_cancel.pop(0), actions)
-            dispatch.take_turns(actions)
+            if dispatch.turns:
+                dispatch.take_turns(actions)
             progress = self.num_finished + replicas.num_released
             if progress != self._progress:
                 self._progress = progress
