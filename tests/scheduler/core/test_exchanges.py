@@ -8,6 +8,7 @@ More cases: ``NNTASK_EXCHANGE_CASES=20000 pytest --hypothesis-profile=many tests
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -25,6 +26,7 @@ from scheduler.core.memory.extents import PAGE
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import ANY, RAM, HandleRecord, Mode, R, Task, W
 from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.core.story import standstill
 from scheduler.planning import orders
 from scheduler.testing import FakeDriver, FakeStep
 
@@ -272,6 +274,9 @@ def test_exchanges_behind_one_that_fails_have_their_turns() -> None:
     for fails in (False, True, False):
         step.replay()
         assert ([task.name for task in driver.running], driver.machine.memory.used(RAM)) == (["r0"], PAGE)
+        machine = driver.machine
+        report = standstill(machine.stalls.dispatch, machine.stalls.copying, machine.memory.name_of, machine.num_unfinished)
+        assert len(re.findall(r"r[234]\(W .*\) waits for its turn after task \d+ r1\(R source'\)\n", report + "\n")) == 3
         driver.end(0, ZeroDivisionError("planted") if fails else None)
         assert [task.name for task in driver.running] == (["r2", "r3", "r4"] if fails else ["r1", "r2", "r3", "r4"])
         driver.drain()
