@@ -131,10 +131,10 @@ def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key])
     """
     order: list[int] = []
     done = [False] * len(plan.tasks)
-    predecessors, successors = list(map(list, plan.predecessors)), list(map(list, plan.successors))
+    predecessors, successors = [*plan.predecessors], [*plan.successors]
     for before, after in pairwise(plan.turns):
-        predecessors[after].append(before)
-        successors[before].append(after)
+        predecessors[after] = predecessors[after] | {before}
+        successors[before] = [*successors[before], after]
     num_waiting = [len(before) for before in predecessors]
 
     def execute(position: int) -> None:
