@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from scheduler.planning import AUTO, SUBMISSION
-
 from ..errors import Setting, UsageError
 from ..io.units import parse_size
 from ..optim.sharded import most_nodes
@@ -96,14 +94,6 @@ def check_cluster(settings: TrainSettings) -> None:
             "drop one of them",
             flag="--update-on",
             value=settings.resources.update_on,
-        )
-    if settings.resources.order not in (AUTO, SUBMISSION):
-        raise UsageError(
-            "is for one machine: the nodes of {0} wait for each other in the order of submission",
-            "use --order auto",
-            others=(Setting("--dask", cluster.dask),),
-            flag="--order",
-            value=settings.resources.order,
         )
     if cluster.transport == "nccl":
         _check_nccl(settings)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import Runtime, Step, Ticket, contribution
-from scheduler.planning import SUBMISSION, PlannedOrder
+from scheduler.planning import PlannedOrder
 from tiles import TileTensor
 
 from ..config.run_config import OptimizerSpec, RunConfig
@@ -297,10 +297,7 @@ class RecordedEngine(Inference):
 
     def _training_step(self) -> Step:
         if self._step is None:
-            # Nodes wait for each other in the order of submission, which is the same on all of them. In another order, two nodes could each wait for
-            # a task that the other has not admitted yet, because it is beyond the window or has no memory.
-            order = self.run.step.order if self.exchange is None else SUBMISSION
-            with self.runtime.record(order, self.run.step.recompute) as step:
+            with self.runtime.record(self.run.step.order, self.run.step.recompute) as step:
                 self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)
             self._step = step
         return self._step

@@ -7,8 +7,9 @@ al., 2020). The numbers are those of one node with the same lanes, whatever the 
 gradient and of the parameters.
 
 Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes complete their gradients. Transfers are tasks of
-the recorded step: a bucket travels as soon as it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A
-receiver allocates a bucket only when its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
+the recorded step, emitted in one sequence, of which each node has its part, so that all of them end (`Dispatch.take_turns`): a bucket travels in its
+turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A receiver allocates a bucket only when
+its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from math import prod
 from typing import Final, Protocol
 
 from scheduler import Access, Codelet, Handle, R, W
-from scheduler.machine import tree
+from scheduler.machine import labelled, tree
 from tiles import TileTensor
 from tiles.ops import optimizer as optimizer_ops
 
@@ -34,6 +35,10 @@ BUCKET: Final = 1 << 20
 
 BUCKETS: Final = 8
 """Number of buckets that each node should own, if tiles are small enough."""
+
+LAG: Final = 2
+"""Number of buckets per node whose gradients travel before the parameters of a bucket: the owner has updated it by then, so that its transfer, which
+has its turn there, holds back none that is due."""
 
 URGENT: Final = 1 << 20
 """Priority of tasks that other nodes wait for: sums, updates and norms, before the rest of the backward pass."""
@@ -236,14 +241,20 @@ class Emission:
 
     def run(self) -> None:
         """Emit the buckets one by one; with clipping in two passes, because every update waits for the norm of all gradients."""
-        clips = self.optimizer.max_norm > 0
-        for bucket in self.buckets:
-            self._sum(bucket)
-            if not clips:
-                self._update(bucket, None)
-        self.optimizer.grad_norm = norm = self._norm(everywhere=clips)
-        for bucket in self.buckets if clips else ():
-            self._update(bucket, norm)
+        clips, lag = self.optimizer.max_norm > 0, LAG * self.shard.num_nodes
+        with labelled(phase="update", path=""):
+            for number, bucket in enumerate(self.buckets):
+                self._sum(bucket)
+                if not clips:
+                    self._update(bucket, None)
+                    if number >= lag:
+                        self._publish(self.buckets[number - lag])
+            for bucket in () if clips else self.buckets[-lag:]:
+                self._publish(bucket)
+            self.optimizer.grad_norm = norm = self._norm(everywhere=clips)
+            for bucket in self.buckets if clips else ():
+                self._update(bucket, norm)
+                self._publish(bucket)
 
     def _sum(self, bucket: Bucket) -> None:
         """Combine the nodes' partial sums of a bucket's gradients at its owner."""
@@ -271,32 +282,33 @@ class Emission:
             optimizer_ops.square(self.runtime, gradient.handles[number], self.squares.handles[self.firsts[name] + number], priority=URGENT)
 
     def _update(self, bucket: Bucket, norm: TileTensor | None) -> None:
-        """Update a bucket at its owner and send it to the other nodes."""
+        """Update a bucket at its owner."""
+        for which, number in bucket.tiles if bucket.owner == self.shard.rank else ():
+            parameter, gradient, group = self.ready[self.names[which]]
+            self.optimizer.update(parameter, gradient, group, norm, [number], URGENT)
+
+    def _publish(self, bucket: Bucket) -> None:
+        """Send the new parameters of a bucket from its owner to the other nodes."""
         tiles = [self.ready[self.names[which]][0].data.handles[number] for which, number in bucket.tiles]
         key = f"parameters {bucket.number}"
         if bucket.owner != self.shard.rank:
             self._receive(tiles, bucket.owner, key)
             return
-        for which, number in bucket.tiles:
-            parameter, gradient, group = self.ready[self.names[which]]
-            self.optimizer.update(parameter, gradient, group, norm, [number], URGENT)
         for peer in self.shard.peers:
             self._send(tiles, peer, key)
 
     def _norm(self, *, everywhere: bool) -> TileTensor | None:
         """Return the sum of squares of the whole gradient, on the first node or on all nodes; None on the others."""
         me, key = self.shard.rank, "squares"
-        squares = [self._squares_of(rank) for rank in range(self.shard.num_nodes)]
-        receivers = [me, *self.shard.peers] if everywhere else [0]
-        for peer in receivers:
-            if peer != me and squares[me]:
-                self._send(squares[me], peer, key)
-        if me not in receivers:
-            return None
-        for peer in self.shard.peers:
-            if squares[peer]:
-                self._receive(squares[peer], peer, key)
-        return optimizer_ops.sum_squares(self.squares)
+        receivers = range(self.shard.num_nodes if everywhere else 1)
+        for rank in range(self.shard.num_nodes):
+            squares = self._squares_of(rank)
+            for peer in receivers if squares else ():
+                if rank == me != peer:
+                    self._send(squares, peer, key)
+                elif peer == me != rank:
+                    self._receive(squares, rank, key)
+        return optimizer_ops.sum_squares(self.squares) if me in receivers else None
 
     def _squares_of(self, rank: int) -> list[Handle]:
         """Return the sums of squares that a node computes."""

@@ -8,6 +8,7 @@ node, only tasks that need no new memory are admitted. This module knows workers
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Final, Literal
@@ -19,7 +20,7 @@ from .memory.compaction import Compaction
 from .memory.replicas import Replicas
 from .performance_model import Estimates
 from .policies import Explained, Pinned, Placement, Policy
-from .records import ANY, HOST, RAM, RW, NodeId, R, Task, TaskId, TaskState, Worker, WorkerId
+from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, TaskState, Worker, WorkerId
 
 TaskEvent = Literal[
     "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished",
@@ -56,6 +57,7 @@ class Dispatch:
         num_active: number of running tasks, including those of the program.
         num_ready: number of tasks that the policy holds.
         num_free: number of free slots of all workers that have joined.
+        turns: tasks of kind host of the replays in progress that are not admitted yet, in planned order.
     """
 
     def __init__(self, replicas: Replicas, admission: Admission, policy: Policy) -> None:
@@ -75,6 +77,7 @@ class Dispatch:
         self.num_ready = 0
         self.num_free = 0
         self.throttled: list[tuple[int, TaskId, Task, Worker | None]] = []
+        self.turns: deque[Task] = deque()
         self._num_slots: list[int] = [0 for _ in replicas.nodes]  # per node, the number of tasks that its workers can hold together
 
     def join(self, worker: Worker, actions: list[Action]) -> None:
@@ -86,6 +89,12 @@ class Dispatch:
         self.num_free += worker.depth
         if self.num_ready:
             self._fill(worker, actions)
+
+    def begin(self, replay: Replay) -> None:
+        """Prepare for the tasks of a new replay."""
+        self.turns += replay.turns
+        if replay.has_pins:
+            self.keep_pins()
 
     def keep_pins(self) -> None:
         """Put a policy that respects pins in front of the current one; to be called before the first pinned task."""
@@ -117,12 +126,29 @@ class Dispatch:
         self._hand_over(task, worker, actions)
 
     def _hand_over(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
-        """Give a ready task to the policy; a task of kind "host", which needs no worker, is admitted at once."""
-        if task.kinds[0] == "host":
-            self._assign(task, self.host, actions)
-        else:
+        """Give a ready task to the policy; a task of kind "host", which needs no worker, is admitted at once or in its turn."""
+        if task.kinds[0] != "host":
             self.num_ready += 1
             self.policy.push(task, worker)
+        elif task.step is None:
+            self._assign(task, self.host, actions)
+        else:
+            self.take_turns(actions)
+
+    def take_turns(self, actions: list[Action]) -> None:
+        """Admit ready tasks of kind host of recorded steps, in planned order: each waits, holding nothing, until the one before it is admitted.
+
+        Such a task may be one end of an exchange, which ends once another machine has admitted the other end. If all exchanges have one sequence, of
+        which each machine has a part in that order, all of them end. Proof: let e be the first unfinished one. A machine that has not admitted its
+        end of e holds memory for no later one, and all earlier ones have ended. So only tasks run there that end by themselves, the tasks before e in
+        planned order need nothing from other machines, and e is admitted as on a machine of its own (`admission`, `reservations`). Once both ends are
+        admitted, e ends. So no memory has to be kept free for other tasks while exchanges wait.
+        """
+        while self.turns:
+            task = self.turns[0]
+            if task.state != "ready" or (task.step is not None and task.order > self._foresight.order + task.step.window):
+                return
+            self._assign(task, self.host, actions)
 
     def release_throttled(self, actions: list[Action]) -> None:
         """Give the policy the throttled tasks that are within reach now that the planned order has advanced."""
@@ -183,10 +209,13 @@ class Dispatch:
         except NothingToRead as unwritten:
             lost = unwritten.handle.lost
             self.to_cancel.append((task, TaskError("lost" if lost else "unwritten", repr(task), data=repr(unwritten.handle), why=lost or "")))
+            self.pass_turn(task)
             return True
         worker.assigned.append(task)
         if worker is not self.host:
             self.num_free -= 1
+        elif task.step is not None:
+            self.pass_turn(task)
         if task.num_arriving:
             task.state = "fetching"
         elif worker.running is None:  # hot path: `stage`
@@ -194,6 +223,11 @@ class Dispatch:
         else:
             task.state = "staged"
         return True
+
+    def pass_turn(self, task: Task) -> None:
+        """Let the next task of kind host have its turn, because a task is admitted or will never run."""
+        if task.kinds[0] == "host" and task in self.turns:
+            self.turns.remove(task)
 
     def stage(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """Run a task whose data is in place, or stage it until its worker is free."""
@@ -254,6 +288,7 @@ class Dispatch:
                     continue
                 if not self._admit_blocked(task, worker, actions):
                     is_head = False
+        self.take_turns(actions)
 
     def oldest_blocked(self) -> Task | None:
         """Return the oldest task that waits for memory, or None."""
@@ -341,6 +376,8 @@ class Dispatch:
                 raise InvalidEvent(f"worker {worker.id} idles although a task is staged")
             if len(worker.assigned) > worker.depth:
                 raise InvalidEvent(f"worker {worker.id} holds {len(worker.assigned)} tasks, more than {worker.depth}")
+        if any(task in self.host.assigned for task in self.turns):
+            raise InvalidEvent(f"tasks wait for their turns, and some of them are admitted: {[*self.turns]}")
         num_free = sum(worker.depth - len(worker.assigned) for worker in self.joined)
         if num_free != self.num_free:
             raise InvalidEvent(f"workers have {num_free} free slots, {self.num_free} were counted")

@@ -56,7 +56,7 @@ class Machine:
     """The state machine.
 
     Guarantees:
-      - An admitted task holds everything it needs, so it always ends. A blocked task holds nothing.
+      - An admitted task holds everything it needs, so it always ends, exchanges included (`Dispatch.take_turns`). A blocked task holds nothing.
       - A pinned replica is never evicted, moved or freed.
       - When nothing runs or moves, any task that fits on any node is admitted. If there is none, the oldest blocked task fails with `DoesNotFit`. So
         nothing hangs, as long as the program releases the data that it has acquired.
@@ -80,7 +80,6 @@ class Machine:
         self._foresight = Foresight()
         self._replicas = Replicas(nodes, self._foresight, EVICTION_POLICIES[eviction](self._foresight))
         self._admission = Admission(self._replicas)
-        self._nodes = self._replicas.nodes
         self._dispatch = Dispatch(self._replicas, self._admission, policy)
         self._losses = Losses(self._dispatch, self._replicas)
         self._lookaheads = Lookaheads(self._dispatch, self._replicas, enabled=prefetch)
@@ -176,8 +175,7 @@ class Machine:
         replay = event.replay
         if replay.num_unfinished:
             raise InvalidEvent(f"a replay was started while replay {replay.number} still has {replay.num_unfinished} tasks")
-        if replay.has_pins:
-            self._dispatch.keep_pins()
+        self._dispatch.begin(replay)
         begin_replay(replay, self._lookaheads.partition_nodes)
         if self._replicas.num_cold:
             self._replicas.want(use.handle for use in replay.shared)
@@ -331,6 +329,7 @@ class Machine:
 
     def _cancel(self, task: Task, error: BaseException, actions: list[Action]) -> None:
         """End a task that will never run."""
+        self._dispatch.pass_turn(task)
         if task.state == "blocked":
             self._dispatch.unblock(task)
         elif task.state == "fetching":
@@ -346,6 +345,8 @@ class Machine:
         while True:
             while dispatch.to_cancel:
                 self._cancel(*dispatch.to_cancel.pop(0), actions)
+            if dispatch.turns:
+                dispatch.take_turns(actions)
             progress = self.num_finished + replicas.num_released
             if progress != self._progress:
                 self._progress = progress

@@ -233,6 +233,7 @@ class Replay:
         returns: for each partition, or once without partitions, pairs (start, position) in planned order: the task at `position` uses data that has
             left its worker's memory, and from position `start` on that memory is expected to have free bytes for the data.
         has_aside: whether any of its tasks runs aside.
+        turns: tasks of kind host, which are admitted in this order (`Dispatch.take_turns`).
         heads: for each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries that its task is the first to write.
         passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch if tasks run on the
@@ -256,6 +257,7 @@ class Replay:
     has_pins: bool = False
     returns: Sequence[Sequence[tuple[int, int]]] = ()
     has_aside: bool = False
+    turns: Sequence[Task] = ()
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)

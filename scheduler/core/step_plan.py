@@ -138,6 +138,11 @@ class StepPlan:
             if use.first_writer is None:
                 use.first_writer = position
 
+    @property
+    def turns(self) -> list[int]:
+        """Positions of the tasks of kind host, which planned orders leave in their order of submission."""
+        return [position for position, task in enumerate(self.tasks) if task.kinds[0] == "host"]
+
     def divided(self, partitions: Sequence[int]) -> StepPlan:
         """Return the same step with partitions; everything else is shared with this plan."""
         plan = copy(self)
@@ -260,10 +265,10 @@ class StepPlan:
         """Return the bytes that the task with the largest working set uses: the smallest size of a memory where tasks run.
 
         Args:
-            aside: whether to look at the tasks that run aside, which host memory must hold, instead of the others.
+            aside: whether to look at the tasks that only host memory must hold: those that run aside, and those of kind host.
         """
-        tasks = zip(self.tasks, self.aside, strict=True)
-        return max((sum(handle.size for handle, _ in task.accesses) for task, is_aside in tasks if is_aside == aside), default=0)
+        tasks = [task for task, is_aside in zip(self.tasks, self.aside, strict=True) if is_aside == aside or (aside and task.kinds[0] == "host")]
+        return max((sum(handle.size for handle, _ in task.accesses) for task in tasks), default=0)
 
     def _makes(self) -> list[int]:
         """Return `Replay.makes` of the step's replays."""
@@ -309,6 +314,7 @@ class StepPlan:
         replay.has_aside = self.has_aside
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
+        replay.turns = [replay.tasks[position] for position in self.turns]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
             task.successors = [replay.tasks[after] for after in successors]
         for handle, use in self.uses.items():

@@ -95,6 +95,9 @@ def _waiting(dispatch: Dispatch, name_of: Callable[[NodeId], str]) -> Iterator[t
         yield task, f"{sum(handle.size for handle, _ in task.accesses):,} B in {name_of(task.node)}"
     for task in held_back:
         yield task, "earlier tasks of the planned order"
+    for task in dispatch.turns:
+        if task.state == "ready" and task not in held_back:
+            yield task, f"its turn after {dispatch.turns[0]!r}"
     causes: dict[Task, list[Task]] = {}
     for before in (*admitted, *blocked, *held_back):
         for after in dict.fromkeys(chain(before.successors, before.late_successors)):

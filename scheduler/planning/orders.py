@@ -3,7 +3,8 @@
 An order sorts tasks by some of (group of minibatches, layer group, minibatch, position).
 
 Rules: pure and deterministic. Every candidate is a topological order of the plan's predecessors for any graph, because the sorted sequence is
-executed on demand, each task after its missing predecessors. So a wrongly detected structure costs bytes, never correctness.
+executed on demand, each task after its missing predecessors. So a wrongly detected structure costs bytes, never correctness. Tasks of kind host keep
+their order of submission, because exchanges of one machine must have the same sequence on all others (`Dispatch.take_turns`).
 
 Limit: a sum over tasks is a chain in submission order, and no order breaks it. If the head of minibatch 2 adds to a tied weight after the embedding
 of minibatch 1, the backward passes run one after another; the program must submit the additions of one kind together.
@@ -12,6 +13,7 @@ of minibatch 1, the backward passes run one after another; the program must subm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Final
 
 from ..core.step_plan import StepPlan
@@ -129,7 +131,11 @@ def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key])
     """
     order: list[int] = []
     done = [False] * len(plan.tasks)
-    num_waiting = [len(before) for before in plan.predecessors]
+    predecessors, successors = [*plan.predecessors], [*plan.successors]
+    for before, after in pairwise(plan.turns):
+        predecessors[after] = predecessors[after] | {before}
+        successors[before] = [*successors[before], after]
+    num_waiting = [len(before) for before in predecessors]
 
     def execute(position: int) -> None:
         """Append a task, and all updates that become ready."""
@@ -139,18 +145,18 @@ def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key])
             done[task] = True
             order.append(task)
             ready = []
-            for after in plan.successors[task]:
+            for after in successors[task]:
                 num_waiting[after] -= 1
                 if not num_waiting[after] and updates[after]:
                     ready.append(after)
             stack.extend(reversed(ready))
 
-    keys = {position: key(position) for position in range(len(plan.tasks)) if not updates[position]}
-    for wanted in sorted(keys, key=keys.__getitem__):
+    keys = [key(position) for position in range(len(plan.tasks))]
+    for wanted in sorted((position for position in range(len(keys)) if not updates[position]), key=keys.__getitem__):
         stack = [wanted]
         while stack:
             task = stack[-1]
-            missing = [] if done[task] else [before for before in plan.predecessors[task] if not done[before]]
+            missing = [] if done[task] else [before for before in predecessors[task] if not done[before]]
             if missing:
                 stack.extend(sorted(missing, key=keys.__getitem__, reverse=True))
             else:

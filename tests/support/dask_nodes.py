@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from nntask.engine.recorded import RecordedEngine, outcome_of
 from nntask.models.gpt2 import GPT2Config
 from nntask.optim.sharded import data_shards
 from scheduler import Runtime
+from scheduler.planning import AUTO, PlannedOrder
 from wrappers.dask.training.exchange import PeerComms
 from wrappers.dask.training.transports import ByteTransport
 
@@ -77,6 +78,7 @@ class Result:
     weights: dict[str, bytes]
     sent: list[int]
     state_bytes: list[int]
+    plans: list[PlannedOrder]
 
 
 def train(
@@ -86,9 +88,11 @@ def train(
     steps: int = 2,
     ram: int = 1 << 26,
     workers: int = 1,
+    orders: Sequence[str] = (AUTO,),
+    disk: Path | None = None,
     transports: Callable[[int], ByteTransport] = lambda rank: ByteTransport(),
 ) -> Result:
-    """Train on `count` nodes."""
+    """Train on `count` nodes, each in one of `orders` in turn."""
     rng = np.random.default_rng(0)
     if run.model.config is CONFIG:
         batches = [Batch.causal(*rng.integers(0, 128, (2, BATCH, LENGTH), np.int32)) for _ in range(steps)]
@@ -97,11 +101,11 @@ def train(
     size = run.step.minibatch
     every = data_shards(BATCH // size, run.step.lanes, count)
     with nodes(count, transports) as comms:
-        runtimes = [Runtime(workers, lanes=run.step.lanes, ram=ram) for _ in range(count)]
+        runtimes = [Runtime(workers, lanes=run.step.lanes, ram=ram, disk=disk) for _ in range(count)]
         try:
             engines = [
-                RecordedEngine(run, runtime, shard=shard, transport=each if count > 1 else None)
-                for runtime, shard, each in zip(runtimes, every, comms, strict=True)
+                RecordedEngine(run.in_order(orders[rank % len(orders)]), runtime, shard=shard, transport=each if count > 1 else None)
+                for rank, (runtime, shard, each) in enumerate(zip(runtimes, every, comms, strict=True))
             ]
             outcomes = []
             for number, batch in enumerate(batches, 1):
@@ -116,7 +120,7 @@ def train(
             weights = [{name: tensor.read().tobytes() for name, tensor in engine.model_tensors().items()} for engine in engines]
             assert all(each == weights[0] for each in weights)
             state = [runtime.stats()["peak_bytes_by_class"]["ram"].get("optimizer", 0) for runtime in runtimes]
-            return Result(outcomes, weights[0], [sum(each.sent_bytes.values()) for each in comms], state)
+            return Result(outcomes, weights[0], [sum(each.sent_bytes.values()) for each in comms], state, [engine.order for engine in engines])
         finally:
             for runtime in runtimes:
                 runtime.close()

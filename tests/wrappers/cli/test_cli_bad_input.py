@@ -87,7 +87,6 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--disk=/proc/x:1GB"], 2, "--disk /proc/x cannot be written"),
         (["--train=lora:2", "--init-from=none.safetensors"], 4, "cannot read none.safetensors: "),
         (["--train=lora:2", "--init-from=data.safetensors"], 4, "cannot read data.safetensors: "),
-        (["--order=layers", *NODES], 2, "--order layers is for one machine"),
         (["--train=lora:2", "--init-from=none.safetensors", *NODES], 4, "cannot read none.safetensors: "),
         (["--disk=none/there/tier:1GiB"], 2, "--disk none/there/tier cannot be created: there is no directory none/there; create it, or choose"),
         (["--disk=tier:12XB"], 2, "12XB"),

@@ -7,6 +7,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,15 @@ from distributed.comm import connect
 from support.dask_nodes import BATCH, LENGTH, nodes, run_of, train
 from support.deadline import DEADLINE
 
+from nntask.config.run_config import RunConfig
 from nntask.data import Batch
-from nntask.engine.recorded import RecordedEngine
+from nntask.engine.models import build_model
+from nntask.engine.recorded import RecordedEngine, build_optimizer, emit_training_step
 from nntask.errors import UsageError
-from nntask.optim.sharded import buckets_of, data_shards, most_nodes
-from scheduler import InlineRuntime, Runtime
+from nntask.optim.sharded import DataShard, Exchange, buckets_of, data_shards, most_nodes
+from scheduler import CapturingRuntime, Codelet, InlineRuntime, Runtime
+from scheduler.drivers.disk import staging_nbytes
+from scheduler.planning import AUTO
 from tiles import TileTensor
 from wrappers.dask.training import exchange
 from wrappers.dask.training.exchange import PeerComms
@@ -45,6 +50,71 @@ def test_any_number_of_nodes_gives_the_bits_of_one(how: dict[str, object], count
         together = train(count, run)
         assert together.outcomes == alone.outcomes
         assert together.weights == alone.weights
+
+
+SEVERAL = [(), ("submission",), ("layers", "submission", "eager-update")]
+
+
+@pytest.mark.parametrize(
+    ("how", "count", "orders"),
+    [
+        ({"minibatch": 4}, 2, ("layers", "eager-update")),
+        *(pytest.param(how, count, orders, marks=pytest.mark.long) for how in ({}, BOTH) for count in (2, 3) for orders in SEVERAL),
+    ],
+)
+def test_planned_orders_and_small_budgets_change_no_bit(how: dict[str, object], count: int, orders: tuple[str, ...], tmp_path: Path) -> None:
+    """Nodes in orders of their own, with the least memory of their plans above a disk, with a quarter of what the step needs, and without a disk."""
+    run = run_of(4, **how)  # type: ignore[arg-type]
+    alone = train(1, run)
+    roomy = train(count, run, orders=orders or (AUTO,))
+    plans = [order.plan for order in roomy.plans]
+    staging = staging_nbytes(0, has_tier=True)
+    least = max(plan.minimum_bytes(is_last=False, computes=True) for plan in plans) + staging
+    quarter = max(plan.needed_bytes() for plan in plans) // 4 + staging
+    flat = max(plan.minimum_bytes(is_last=True, computes=True) for plan in plans)
+    results = [
+        roomy,
+        *(train(count, run, orders=orders or (AUTO,), ram=ram, disk=disk) for ram, disk in ((least, tmp_path), (quarter, tmp_path), (flat, None))),
+    ]
+    assert [result.outcomes for result in results] == [alone.outcomes] * 4
+    assert [result.weights for result in results] == [alone.weights] * 4
+    if orders:
+        assert {tuple(order.name for order in result.plans) for result in results} == {tuple(orders[rank % len(orders)] for rank in range(count))}
+
+
+class Nowhere:
+    """A transport of steps that are captured and never run."""
+
+    send = Codelet("send", host=lambda done, *tiles, **constants: None)
+    receive = Codelet("receive", host=lambda done, *tiles, **constants: None)
+
+
+def exchanges_of(run: RunConfig, shard: DataShard) -> list[tuple[int, int, str]]:
+    """The exchanges of a node as (from, to, key), in the order in which it emits them."""
+    runtime = CapturingRuntime(run.step.lanes)
+    model = build_model(run.model, runtime)
+    exchange = Exchange([p for p in model.parameters() if p.trainable], shard, Nowhere())
+    optimizer = build_optimizer(model, run.optimizer, exchange.tiles_of)
+    inputs = [model.inputs(run.step.minibatch, LENGTH) for _ in shard.minibatches]
+    with runtime.record():
+        emit_training_step(model, optimizer, inputs, exchange)
+    ends = [(runtime.plan.tasks[position].name, runtime.plan.tasks[position].constants) for position in runtime.plan.turns]
+    peers = [(name, int(str(constants["peer"])), str(constants["key"])) for name, constants in ends]
+    return [(shard.rank, peer, key) if name == "send" else (peer, shard.rank, key) for name, peer, key in peers]
+
+
+@pytest.mark.parametrize("how", [{}, {"clip": 0.5}])
+def test_exchanges_have_one_sequence_on_all_nodes(how: dict[str, object]) -> None:
+    """If nodes carry out their exchanges strictly one after another, each begins when both nodes have reached it, and all of them end."""
+    run = run_of(5, **how)  # type: ignore[arg-type]
+    for count in (2, 3, 5):
+        left = [deque(exchanges_of(run, shard)) for shard in data_shards(8, 5, count)]
+        while any(left):
+            due = [queue[0] for queue in left if queue]
+            common = [exchange for exchange in due if left[exchange[0]] and left[exchange[1]] and left[exchange[0]][0] == left[exchange[1]][0]]
+            assert common, due
+            for end in common[0][:2]:
+                left[end].popleft()
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ def test_an_error_that_travels_keeps_its_fields(is_registered: bool, monkeypatch
 
 
 def test_a_node_with_too_little_memory() -> None:
-    """For the step; and for the buckets in transit."""
+    """For the step; and for the messages with buckets."""
     asked = resolve(SETTINGS, CONFIG)
     plan = memory_fit.capture(asked).plan
     run = asked.on(replace(asked.machine, ram=Budget(100_000, is_given=True, text="100000B")))

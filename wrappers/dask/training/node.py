@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from nntask import ClusterError, DataError
+from nntask import ClusterError, DataError, UsageError
 from nntask.hardware import give_back_freed, reuse_freed_memory
+from scheduler import RecordingError
 
 from .failures import blaming, forget_frames, portable
 
@@ -237,7 +238,10 @@ class TrainingNode:
         start = model_to_start_from(run, runtime)
         transport = self._comms if shard.num_nodes > 1 else None
         engine = self._engine = RecordedEngine(run, runtime, start, shard=shard, transport=transport)
-        num_tasks = engine.num_tasks
+        try:
+            num_tasks = engine.num_tasks
+        except RecordingError as error:
+            raise UsageError(f"{run.step.order}: on worker {self.worker_name} {error}", flag="--order") from error
         check_memory(engine.order.plan, run, self.worker_name)
         runtime.wait()
         give_back_freed()  # memory that reading weights and planning the step have used

@@ -72,10 +72,7 @@ def _ram(worker: Any, requested: int | None, devices: MachineSpec, on_host: int)
 
 
 def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
-    """Refuse a step that could wait for memory indefinitely.
-
-    Such a step has a budget below its minimum, or buckets in transit that may leave no memory for the tasks for which the other end waits: buckets
-    stay in RAM until the other end is ready.
+    """Refuse a step with a budget below its minimum, at which tasks and exchanges get their memory one after another.
 
     Args:
         plan: tasks of the step.
@@ -86,15 +83,6 @@ def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
         DoesNotFit: a budget of this node is too small.
     """
     target, needs = this_machine(run.machine), needs_of(plan)
-    in_transit = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
-    least, has = needs.task + sum(handle.size for handle in in_transit), target.budgets[target.nodes[0][0]]
-    if target.storage and in_transit and has < least:
-        raise DoesNotFit(
-            f"on worker {worker} buckets in transit and the task with the largest working set need {least:,} B of ram at least, more than its "
-            f"budget of {has:,} B",
-            "raise --ram, or train on one machine",
-            shortage=Shortage("step", RAM, least, has),
-        )
     if not needs.fit(target):
         smaller = "" if run.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
         lack = shortage(target, needs)
