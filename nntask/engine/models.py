@@ -63,8 +63,8 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
     trained, asked = DTYPES[dtype_of(stored.model.dtype)], DTYPES[spec.dtype]
     if frozen_base is not None and asked.itemsize > trained.itemsize:
         raise UsageError(
-            f"{checkpoint.path} holds adapters for weights in {trained.name}, and reading these in {asked.name} changes their values; "
-            f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"
+            f"{checkpoint.path} holds adapters for weights in {trained.name}, and reading these in {asked.name} changes their values",
+            f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge",
         )
     if frozen_base is None:
         checkpoint.check_size()

@@ -65,17 +65,17 @@ def make_schedule(
         UsageError: an unknown kind, a negative count, or min_lr above lr.
     """
     if kind not in SHAPES:
-        raise UsageError(f"the schedule must be one of {', '.join(SHAPES)}, got {kind!r}; choose one of them")
+        raise UsageError(f"the schedule must be one of {', '.join(SHAPES)}, got {kind!r}", "choose one of them")
     if steps < 1 or warmup_steps < 0:
-        raise UsageError(f"steps must be at least 1 and warmup_steps 0 or more, got steps {steps} and warmup_steps {warmup_steps}; use 1 and 0")
+        raise UsageError(f"steps must be at least 1 and warmup_steps 0 or more, got steps {steps} and warmup_steps {warmup_steps}", "use 1 and 0")
     if kind != "constant" and min_lr > lr:
-        raise UsageError(f"min_lr must be at most lr = {lr:g}, got {min_lr:g}; the nearest legal value is {lr:g}")
+        raise UsageError(f"min_lr must be at most lr = {lr:g}, got {min_lr:g}", f"the nearest legal value is {lr:g}")
     return partial(_rate, kind=kind, lr=lr, steps=steps, warmup_steps=warmup_steps, warmup_start_lr=warmup_start_lr, min_lr=min_lr)
 
 
 def _rate(step: int, *, kind: str, lr: float, steps: int, warmup_steps: int, warmup_start_lr: float | None, min_lr: float) -> float:
     if step < 1:
-        raise UsageError(f"steps count from 1, got {step}; the first learning rate is that of step 1")
+        raise UsageError(f"steps count from 1, got {step}", "the first learning rate is that of step 1")
     if step < warmup_steps:
         return lr * step / warmup_steps if warmup_start_lr is None else warmup_start_lr + (lr - warmup_start_lr) * (step - 1) / (warmup_steps - 1)
     if kind == "constant":

@@ -150,7 +150,7 @@ class Optimizer(ABC):
             lr: learning rate from now on.
         """
         if step < 1:
-            raise UsageError(f"steps count from 1, got {step}; the first step is 1")
+            raise UsageError(f"steps count from 1, got {step}", "the first step is 1")
         if lr is not None:
             self.options = self.options._replace(lr=lr)
         self.prepare_groups([step] * len(self.groups), [self.options._replace(weight_decay=group.weight_decay) for group in self.groups])
@@ -192,7 +192,7 @@ class Optimizer(ABC):
         """
         ready = [(p, gradient, group) for group in self.groups for p in group.parameters if (gradient := p.gradient) is not None]
         if not ready:
-            raise UsageError("step() needs gradients and no parameter has one; call backward() on a loss first")
+            raise UsageError("step() needs gradients and no parameter has one", "call backward() on a loss first")
         self.zero_grad()
         return ready
 
@@ -268,7 +268,7 @@ class Adam(Optimizer):
         on_cpu: bool = False,
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas) or eps < 0:
-            raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}; use (0.9, 0.999) and 1e-8")
+            raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}", "use (0.9, 0.999) and 1e-8")
         options = Options(lr, weight_decay, *betas, eps)
         super().__init__(parameters, options, ("m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
@@ -302,7 +302,7 @@ class SGD(Optimizer):
         on_cpu: bool = False,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}; use 0.9")
+            raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}", "use 0.9")
         options, moments = Options(lr, weight_decay, momentum), ("momentum",) if momentum else ()
         super().__init__(parameters, options, moments, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
@@ -329,14 +329,14 @@ def _as_groups(parameters: Sequence[Parameter] | Sequence[Group], weight_decay: 
     names = [p.name for group in groups for p in group.parameters]
     if not names or len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise UsageError(f"an optimizer needs parameters, each once, got {len(names)} with {twice or 'none'} repeated; pass model.parameters()")
+        raise UsageError(f"an optimizer needs parameters, each once, got {len(names)} with {twice or 'none'} repeated", "pass model.parameters()")
     learnt = [Group([p for p in group.parameters if p.trainable], group.weight_decay) for group in groups]
     if not any(group.parameters for group in learnt):
-        raise UsageError(f"an optimizer needs parameters that are learnt, and all {len(names)} are frozen; add adapters, or freeze fewer")
+        raise UsageError(f"an optimizer needs parameters that are learnt, and all {len(names)} are frozen", "add adapters, or freeze fewer")
     return [group for group in learnt if group.parameters]
 
 
 def _check_ranges(**numbers: float) -> None:
     for name, value in numbers.items():
         if not 0 <= value < math.inf:
-            raise UsageError(f"{name} must be at least 0, got {value:g}; the nearest legal value is 0")
+            raise UsageError(f"{name} must be at least 0, got {value:g}", "the nearest legal value is 0")

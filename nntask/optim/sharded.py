@@ -99,8 +99,8 @@ def data_shards(num_minibatches: int, lanes: int, num_nodes: int) -> list[DataSh
     used = most_nodes(num_minibatches, lanes)
     if not 1 <= num_nodes <= used:
         raise UsageError(
-            f"a step of {num_minibatches} minibatches in {lanes} lanes is shared by 1 to {used} nodes, got {num_nodes}; "
-            "raise --lanes, or lower --minibatch"
+            f"a step of {num_minibatches} minibatches in {lanes} lanes is shared by 1 to {used} nodes, got {num_nodes}",
+            "raise --lanes, or lower --minibatch",
         )
     per_node, rest = divmod(used, num_nodes)
     ends = [0]

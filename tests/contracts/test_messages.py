@@ -210,3 +210,27 @@ def test_refusals_for_memory_have_their_shortage() -> None:
         if not (node.args and isinstance(node.args[0], ast.Call) and ast.unparse(node.args[0].func) == "Shortage")
     }
     assert found == set()
+
+
+def remedies_in_clauses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each error whose clause holds a semicolon, after which a remedy begins."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str() as text)]) if name in NNTASK_ERRORS:
+                parts: list[object] = [text]
+            case ast.Call(func=ast.Name(id=name), args=[ast.JoinedStr(values=values)]) if name in NNTASK_ERRORS:
+                parts = [value.value for value in values if isinstance(value, ast.Constant)]
+            case _:
+                continue
+        if any("; " in str(part) for part in parts):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_remedies_of_errors_are_attributes() -> None:
+    """So that a caller can give a better one; the message joins both."""
+    paths = [path for path in FILES if path.relative_to(ROOT).as_posix().startswith(("nntask/", "wrappers/", "tiles/"))]
+    suspects = ((path, ast.parse(text)) for path in paths if re.search(r"(?:Error|DoesNotFit|Diverged)\(", text := path.read_text()))
+    found = [f"{path.relative_to(ROOT)}:{line} {words[:100]}" for path, tree in suspects for line, words in remedies_in_clauses(tree)]
+    assert not found, "give the remedy as the second argument:\n" + "\n".join(found)
+    assert list(remedies_in_clauses(ast.parse('UsageError(f"must be {x}; write 1", flag="--lr")')))
+    assert not list(remedies_in_clauses(ast.parse('UsageError(f"must be {x}", "write 1", flag="--lr")')))

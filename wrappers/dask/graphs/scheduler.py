@@ -95,16 +95,16 @@ class GraphRuntime:
     def __init__(self, ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> None:
         nbytes = parse_size(ram, "ram") if isinstance(ram, str) else ram
         if workers is not None and workers < 1:
-            raise UsageError(f"a runtime of Dask graphs needs at least one worker, got workers={workers}; leave it out for one per core")
+            raise UsageError(f"a runtime of Dask graphs needs at least one worker, got workers={workers}", "leave it out for one per core")
         if nbytes is not None and nbytes <= 0:
-            raise UsageError(f"ram must be a positive number of bytes, got {nbytes}; leave it out for 0.9 of the free memory")
+            raise UsageError(f"ram must be a positive number of bytes, got {nbytes}", "leave it out for 0.9 of the free memory")
         self.workers = workers
         budget, _ = memory_budgets(nbytes, None, 0)
         tier = None
         if disk is not None:
             location = disk_of(os.fspath(disk))
             if location is None:
-                raise UsageError(f"disk must name a directory, got {disk!r}; leave it out for no disk tier")
+                raise UsageError(f"disk must name a directory, got {disk!r}", "leave it out for no disk tier")
             file = DiskTier(location[0])
             tier = (file, location[1] or file.free_bytes())
         self.budget = budget

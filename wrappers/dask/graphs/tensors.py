@@ -58,7 +58,7 @@ def from_array(array: Any, tensor: TileTensor, *, scheduler: str | Callable[...,
         UsageError: the shapes differ.
     """
     if array.shape != tensor.shape:
-        raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a dask array of shape {array.shape}; make them equal")
+        raise UsageError(f"{tensor.name or 'the tile tensor'} has shape {tensor.shape}, got a dask array of shape {array.shape}", "make them equal")
     da.store(array.rechunk(tensor.tiling.tile), _TileSink(tensor), lock=False, scheduler=scheduler)
 
 

@@ -173,7 +173,7 @@ class Connection:
         others += [f"{address} {why}" for address, why in unusable.items()]
         usable = f"{num_free} can be used after {WAIT_SECONDS:g} s" + (f" ({', '.join(others)})" if others else "")
         if wanted is None:
-            return ClusterError(f"the cluster at {self.address} must have a worker, and {usable}; start one with: dask worker {self.address}")
+            return ClusterError(f"the cluster at {self.address} must have a worker, and {usable}", f"start one with: dask worker {self.address}")
         clause = f"asks for {wanted} workers of {self.address}, and {usable}; start more with dask worker, or lower --nodes"
         return ClusterError(clause, flag="--nodes", value=wanted)
 
@@ -209,7 +209,7 @@ class Connection:
         try:
             found: Mapping[str, Any] = self.client.run(_probe_function(), workers=addresses, on_error="return")
         except Exception as error:
-            raise ClusterError(f"the workers of {self.address} cannot be queried: {type(error).__name__}: {error}; see their logs") from error
+            raise ClusterError(f"the workers of {self.address} cannot be queried: {type(error).__name__}: {error}", "see their logs") from error
         return found
 
 
@@ -349,9 +349,9 @@ def _check_scheduler(address: str) -> None:
     try:
         certificates = Security().get_connection_args("client")
     except Exception as error:
-        raise ClusterError(f"cannot be reached with the configured certificates: {error}; see {keys}", flag="--dask", value=address) from error
+        raise ClusterError(f"cannot be reached with the configured certificates: {error}", f"see {keys}", flag="--dask", value=address) from error
     if scheme in ("tls", "wss") and certificates["ssl_context"] is None:
-        raise ClusterError(f"requires TLS, and no certificates are configured; set {keys}", flag="--dask", value=address)
+        raise ClusterError("requires TLS, and no certificates are configured", f"set {keys}", flag="--dask", value=address)
 
     async def ask() -> Any:
         peer = rpc(address, connection_args=certificates)
@@ -367,7 +367,7 @@ def _check_scheduler(address: str) -> None:
     if identity["type"] != "Scheduler":
         scheduler = identity.get("scheduler", "tcp://HOST:8786")
         raise ClusterError(
-            f"is a Dask {identity['type'].lower()}; give the address of its scheduler, --dask {scheduler}", flag="--dask", value=address
+            f"is a Dask {identity['type'].lower()}", f"give the address of its scheduler, --dask {scheduler}", flag="--dask", value=address
         )
 
 
@@ -376,14 +376,14 @@ def _no_scheduler(address: str, scheme: str, location: str, error: Exception) ->
     host, _, port = location.rpartition(":")
     if scheme not in ("tls", "wss") and _speaks_tls(host, int(port)):
         return ClusterError(
-            f"the Dask cluster at {address} requires TLS and --dask is in plain text; use --dask tls://{location}, with certificates in Dask's "
-            "configuration (distributed.comm.tls)"
+            f"the Dask cluster at {address} requires TLS and --dask is in plain text",
+            f"use --dask tls://{location}, with certificates in Dask's configuration (distributed.comm.tls)",
         )
     if isinstance(error, RuntimeError | TypeError | ImportError):
         return ClusterError(f"cannot be used: {error}", flag="--dask", value=address)
     return ClusterError(
-        f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s; check that it runs (dask scheduler), that this machine reaches it, and "
-        "that the port is the scheduler's (8786 by default) and not its dashboard's (8787)"
+        f"no Dask scheduler answers at {address} within {ANSWER_SECONDS:g} s",
+        "check that it runs, that this machine reaches it, and that the port is the scheduler's (usually 8786), not its dashboard's (8787)",
     )
 
 

@@ -246,8 +246,8 @@ class DaskCluster:
             self._num_unexplained, self._last_saved = 0, saved
         if self._num_unexplained == MOST_UNEXPLAINED:
             raise ClusterError(
-                f"training stopped {MOST_UNEXPLAINED} times in a row although all workers answer; look at the network between them and at their "
-                "logs, and if memory is short raise --ram"
+                f"training stopped {MOST_UNEXPLAINED} times in a row although all workers answer",
+                "look at the network between them and at their logs, and if memory is short raise --ram",
             )
         self._check_silent()
         if self._has_begun:
@@ -367,6 +367,6 @@ def train_on(asked: ClusterSpec, train: Callable[[DaskCluster], int], say: Calla
     try:
         return train(cluster)
     except ClusterError as error:
-        raise ClusterError(f"{error}; {cluster.what_is_safe()}") from error
+        raise ClusterError(f"{error}", f"{cluster.what_is_safe()}") from error
     finally:
         connection.close()

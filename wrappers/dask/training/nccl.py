@@ -185,5 +185,5 @@ def open_nccl_transport(gpus: GpuPlan, worker: str, rank: int, num_nodes: int) -
 def _cannot_begin(worker: str, error: RuntimeError) -> ClusterError:
     """Return the error of CUDA or NCCL on a node before any peer is involved."""
     return ClusterError(
-        f"--transport nccl cannot begin on worker {worker} ({error}); see what it says there with NCCL_DEBUG=WARN, or use --transport dask"
+        f"--transport nccl cannot begin on worker {worker} ({error})", "see what it says there with NCCL_DEBUG=WARN, or use --transport dask"
     )

@@ -218,8 +218,8 @@ class TrainingNode:
         dataset = open_dataset(run.data)
         if dataset.fingerprint != order.fingerprint:
             raise DataError(
-                f"worker {self.worker_name} has other data at {dataset.train.name} than the client; copy the same files to every worker, or use a "
-                "shared directory"
+                f"worker {self.worker_name} has other data at {dataset.train.name} than the client",
+                "copy the same files to every worker, or use a shared directory",
             )
         window = self._comms.window = window_for(order.largest)
         passing = 2 * (shard.num_nodes - 1) * (window + order.largest)  # buckets on their way to this node, and copies of those that it sends
