@@ -1,3 +1,4 @@
+from .api.binding import Binding
 from .api.capturing_runtime import CapturingRuntime
 from .api.inline_runtime import InlineRuntime
 from .api.labels import contribution
@@ -31,6 +32,7 @@ __all__ = [
     "RW",
     "SCRATCH",
     "Access",
+    "Binding",
     "CapturingRuntime",
     "Codelet",
     "Cost",

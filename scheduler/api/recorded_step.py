@@ -6,7 +6,7 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,12 +37,12 @@ class Instance:
 
     __slots__ = ("_inbox", "replay", "reported", "twins")
 
-    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone) -> None:
+    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone, bound: Mapping[HandleRecord, HandleRecord] | None) -> None:
         self._inbox = executor.inbox
         self.reported: BaseException | None = None
         self.twins: dict[HandleRecord, HandleRecord] = {}
         first_id = executor.take_numbers(len(plan.tasks))
-        self.replay, self.twins = plan.instantiate(clone, first_id, computes_on_last=executor.machine.computes_on_last)
+        self.replay, self.twins = plan.instantiate(clone, first_id, computes_on_last=executor.machine.computes_on_last, bound=bound)
 
     def __del__(self) -> None:
         for twin in self.twins.values():
@@ -61,12 +61,17 @@ class Step:
         self._instances: list[Instance] = []
         self._waiters: list[Waiter | None] = [None, None]
         self._number = 0
-        self._kept: dict[HandleRecord, Handle] = {}
+        self._kept: Collection[Handle] = ()
+        self._bound: Mapping[HandleRecord, HandleRecord] | None = None
         self._num_tasks = 0
 
-    def complete(self, order: PlannedOrder, kept: dict[HandleRecord, Handle]) -> None:
-        """Take the planned tasks, and the program's handles that they use, which the step keeps alive."""
-        self.order, self._kept = order, kept
+    def complete(self, order: PlannedOrder, kept: Collection[Handle], bound: Mapping[HandleRecord, HandleRecord] | None = None) -> None:
+        """Take the planned tasks, and the program's handles that they use, which the step keeps alive.
+
+        Args:
+            bound: the program's handle of each symbolic handle of the tasks (`binding`); None without symbolic handles.
+        """
+        self.order, self._kept, self._bound = order, kept, bound
         self.plan, self._num_tasks = order.plan, order.num_tasks
 
     @property
@@ -100,7 +105,7 @@ class Step:
             waiter.wait()
             executor.watch.check()  # the callback may have stopped the run at one of its tasks
         if which == len(self._instances):
-            self._instances.append(Instance(executor, plan, self._clone))
+            self._instances.append(Instance(executor, plan, self._clone, self._bound))
         instance = self._instances[which]
         for use in instance.replay.shared:
             why = use.handle.lost

@@ -32,13 +32,15 @@ from ..execution.workers import worker_name
 from ..fusion.fused_tasks import ScratchView
 from ..planning.bounds import lower_bounds
 from ..planning.machine_pace import reach_of
+from ..planning.planned_order import PlannedOrder
 from ..planning.recompute import NONE
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
+from .binding import Binding, bind, check_tasks
 from .placement import Ability, find_ability, too_large
 from .recorded_step import Step
 from .recording import RecordingError, RecordingRuntime
-from .step_planning import plan_step
+from .step_planning import fuse_step, plan_step
 from .task_runtime import Access, Handle, Terms
 
 
@@ -220,7 +222,7 @@ class Runtime(RecordingRuntime):
         for handle, _ in accesses:
             nbytes += handle.record.size
         if nbytes > capacity:
-            raise too_large(codelet, accesses, nbytes, ability, machine)
+            raise too_large(codelet, [(handle.record, mode) for handle, mode in accesses], nbytes, ability, machine)
         return kinds, pin
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
@@ -265,13 +267,41 @@ class Runtime(RecordingRuntime):
             RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name or
                 no results to recompute by such an operation.
         """
-        if self._recorder is not None:
-            raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
-        step = Step(self._executor, self.clone_record, self._acquire_record)
+        step = self._new_step()
         with self._captured() as recorder:
             yield step
-        planned = plan_step(self._executor, recorder.finish(), order, recompute, self._inner_record, graphs=self._graphs, groups=groups)
-        step.complete(planned, recorder.kept)
+        planned = plan_step(self._executor, recorder.finish(), order, recompute)
+        step.complete(self._fused(planned, groups=groups), recorder.kept.values())
+
+    def adopt(self, planned: PlannedOrder, symbols: Mapping[str, Binding], data: Mapping[str, Binding]) -> Step:
+        """Return a step that a `CapturingRuntime` has captured and a planner has ordered, on data of this runtime.
+
+        Args:
+            planned: the step, on symbolic handles.
+            symbols: symbolic handles of the data that exists before the step, by name.
+            data: handles of this runtime by the same names.
+
+        Raises:
+            RecordingError: `symbols`, `data` and the step disagree (`binding.bind`), the step was captured for other workers, or a step is being
+                recorded.
+            DoesNotFit: a task of the step exceeds the memory of every worker that may run it.
+        """
+        step = self._new_step()
+        self._combine_all()  # a step neither begins nor ends with partial sums
+        bound = bind(planned.plan, symbols, data)
+        check_tasks(planned.plan.tasks, self._executor.machine)
+        for record, handle in bound.items():
+            handle.written |= planned.plan.uses[record].first_writer is not None
+        step.complete(self._fused(planned), bound.values(), {record: handle.record for record, handle in bound.items()})
+        return step
+
+    def _new_step(self) -> Step:
+        if self._recorder is not None:
+            raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
+        return Step(self._executor, self.clone_record, self._acquire_record)
+
+    def _fused(self, planned: PlannedOrder, *, groups: bool = False) -> PlannedOrder:
+        return fuse_step(self._executor, planned, self._inner_record, graphs=self._graphs, groups=groups)
 
     def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """Create a record for the scratch memory of a fused task, or for data that several of them share."""
