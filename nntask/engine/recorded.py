@@ -104,7 +104,7 @@ def named_data(model: LanguageModel, optimizer: Optimizer, inputs: Sequence[Inpu
     """
     tensors = {name: (parameter.data, parameter.trainable) for name, parameter in model.named_parameters().items()}
     tensors |= {name: (tensor, True) for name, tensor in optimizer.tensors().items()}
-    tensors |= {tensor.name: (tensor, False) for tensor in (model.dropout_key, optimizer.hyper)}
+    tensors |= {name: (tensor, False) for name, tensor in {**model.constants(), "options of the optimizer": optimizer.hyper}.items()}
     tensors |= {f"{name} of minibatch {number}": (tensor, False) for number, given in enumerate(inputs) for name, tensor in given.items()}
     return {name: Binding(tensor.handles, is_written) for name, (tensor, is_written) in tensors.items()}
 
