@@ -25,7 +25,7 @@ class Binding:
     """Data that exists before a step and has one name in it, such as a tensor.
 
     Attributes:
-        handles: its handles: symbolic ones in a captured step, else those of the program.
+        handles: its handles: symbolic ones in a captured step, else those of the program. Their views must be equal (`==`).
         is_written: whether the step writes some of it, instead of only reading it.
     """
 
@@ -34,7 +34,7 @@ class Binding:
 
 
 def bind(plan: StepPlan, symbols: Mapping[str, Binding], data: Mapping[str, Binding]) -> dict[HandleRecord, Handle]:
-    """Return the program's handle of each symbolic handle that a captured step uses.
+    """Return the program's handle of each symbolic handle that a captured step uses; note which of them the step writes.
 
     Args:
         symbols: symbolic handles by name.
@@ -58,7 +58,10 @@ def bind(plan: StepPlan, symbols: Mapping[str, Binding], data: Mapping[str, Bind
         if record not in plan.owned and record not in bound:
             task = plan.tasks[plan.uses[record].positions[0]].name
             raise RecordingError(f"data from before a captured step must have a name, and {record!r}, which {task} uses, has none", "bind it")
-    return {record: handle for record, handle in bound.items() if record in plan.uses}
+    bound = {record: handle for record, handle in bound.items() if record in plan.uses}
+    for record, handle in bound.items():
+        handle.written |= plan.uses[record].first_writer is not None
+    return bound
 
 
 def check_alike(name: str, symbol: Binding, binding: Binding) -> None:

@@ -6,7 +6,7 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,11 +37,12 @@ class Instance:
 
     __slots__ = ("_inbox", "replay", "reported", "twins")
 
-    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone, bound: Mapping[HandleRecord, HandleRecord] | None) -> None:
+    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone, kept: Mapping[HandleRecord, Handle]) -> None:
         self._inbox = executor.inbox
         self.reported: BaseException | None = None
         self.twins: dict[HandleRecord, HandleRecord] = {}
         first_id = executor.take_numbers(len(plan.tasks))
+        bound = {record: handle.record for record, handle in kept.items()}
         self.replay, self.twins = plan.instantiate(clone, first_id, computes_on_last=executor.machine.computes_on_last, bound=bound)
 
     def __del__(self) -> None:
@@ -61,17 +62,16 @@ class Step:
         self._instances: list[Instance] = []
         self._waiters: list[Waiter | None] = [None, None]
         self._number = 0
-        self._kept: Collection[Handle] = ()
-        self._bound: Mapping[HandleRecord, HandleRecord] | None = None
+        self._kept: Mapping[HandleRecord, Handle] = {}
         self._num_tasks = 0
 
-    def complete(self, order: PlannedOrder, kept: Collection[Handle], bound: Mapping[HandleRecord, HandleRecord] | None = None) -> None:
+    def complete(self, order: PlannedOrder, kept: Mapping[HandleRecord, Handle]) -> None:
         """Take the planned tasks, and the program's handles that they use, which the step keeps alive.
 
         Args:
-            bound: the program's handle of each symbolic handle of the tasks (`binding`); None without symbolic handles.
+            kept: the program's handle for each record in the tasks that is not the step's own; the record may be symbolic (`binding`).
         """
-        self.order, self._kept, self._bound = order, kept, bound
+        self.order, self._kept = order, kept
         self.plan, self._num_tasks = order.plan, order.num_tasks
 
     @property
@@ -105,7 +105,7 @@ class Step:
             waiter.wait()
             executor.watch.check()  # the callback may have stopped the run at one of its tasks
         if which == len(self._instances):
-            self._instances.append(Instance(executor, plan, self._clone, self._bound))
+            self._instances.append(Instance(executor, plan, self._clone, self._kept))
         instance = self._instances[which]
         for use in instance.replay.shared:
             why = use.handle.lost

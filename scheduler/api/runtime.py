@@ -271,37 +271,30 @@ class Runtime(RecordingRuntime):
         with self._captured() as recorder:
             yield step
         planned = plan_step(self._executor, recorder.finish(), order, recompute)
-        step.complete(self._fused(planned, groups=groups), recorder.kept.values())
+        step.complete(fuse_step(self._executor, planned, self._inner_record, graphs=self._graphs, groups=groups), recorder.kept)
 
     def adopt(self, planned: PlannedOrder, symbols: Mapping[str, Binding], data: Mapping[str, Binding]) -> Step:
         """Return a step that a `CapturingRuntime` has captured and a planner has ordered, on data of this runtime.
 
         Args:
             planned: the step, on symbolic handles.
-            symbols: symbolic handles of the data that exists before the step, by name.
-            data: handles of this runtime by the same names.
+            symbols, data: data that exists before the step, by name: its symbolic handles, and those of this runtime.
 
         Raises:
-            RecordingError: `symbols`, `data` and the step disagree (`binding.bind`), the step was captured for other workers, or a step is being
-                recorded.
+            RecordingError: `symbols`, `data`, the step and the workers disagree (`binding`), or a step is being recorded.
             DoesNotFit: a task of the step exceeds the memory of every worker that may run it.
         """
         step = self._new_step()
         self._combine_all()  # a step neither begins nor ends with partial sums
-        bound = bind(planned.plan, symbols, data)
         check_tasks(planned.plan.tasks, self._executor.machine)
-        for record, handle in bound.items():
-            handle.written |= planned.plan.uses[record].first_writer is not None
-        step.complete(self._fused(planned), bound.values(), {record: handle.record for record, handle in bound.items()})
+        bound = bind(planned.plan, symbols, data)
+        step.complete(fuse_step(self._executor, planned, self._inner_record, graphs=self._graphs, groups=False), bound)
         return step
 
     def _new_step(self) -> Step:
         if self._recorder is not None:
             raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
         return Step(self._executor, self.clone_record, self._acquire_record)
-
-    def _fused(self, planned: PlannedOrder, *, groups: bool = False) -> PlannedOrder:
-        return fuse_step(self._executor, planned, self._inner_record, graphs=self._graphs, groups=groups)
 
     def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """Create a record for the scratch memory of a fused task, or for data that several of them share."""

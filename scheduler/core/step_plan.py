@@ -292,7 +292,7 @@ class StepPlan:
             clone: function that creates a new record with the properties of the given one.
             first_id: id of the first task.
             computes_on_last: whether tasks run on data in the last tier, which then also holds their scratch.
-            bound: the program's handle of each symbolic one; None if the plan has the program's own handles.
+            bound: the program's record of each symbolic one; None if the plan has the program's own.
 
         Returns:
             The replay, and the instance's record of each owned handle.
