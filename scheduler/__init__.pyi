@@ -1,4 +1,3 @@
-from .api.binding import Binding
 from .api.capturing_runtime import CapturingRuntime
 from .api.inline_runtime import InlineRuntime
 from .api.labels import contribution
@@ -32,7 +31,6 @@ __all__ = [
     "RW",
     "SCRATCH",
     "Access",
-    "Binding",
     "CapturingRuntime",
     "Codelet",
     "Cost",

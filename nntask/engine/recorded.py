@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import Binding, Runtime, Step, Ticket, contribution
+from scheduler import Runtime, Step, Ticket, contribution
+from scheduler.machine import Binding
 from scheduler.planning import PlannedOrder
 from tiles import TileTensor
 

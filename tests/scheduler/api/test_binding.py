@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from scheduler import Binding, CapturingRuntime, DoesNotFit, Handle, RecordingError, Runtime, Step, TaskRuntime
+from scheduler import CapturingRuntime, DoesNotFit, Handle, RecordingError, Runtime, Step, TaskRuntime
+from scheduler.api.binding import Binding
 from scheduler.api.placement import kinds_of
 from scheduler.core.codelet import Codelet
 from scheduler.planning import SUBMISSION, PlannedOrder
@@ -23,7 +24,8 @@ class Program:
     def __init__(self, runtime: TaskRuntime, kit: Any, number: float = 0.0) -> None:
         self.runtime, self.kit = runtime, kit
         self.handles: dict[str, Handle] = {
-            name: kit.filled(runtime, number + at, name, kind=kind, data_class=data_class) for at, (name, (kind, data_class)) in enumerate(NAMES.items())
+            name: kit.filled(runtime, number + at, name, kind=kind, data_class=data_class)
+            for at, (name, (kind, data_class)) in enumerate(NAMES.items())
         }
 
     @property
