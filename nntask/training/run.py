@@ -118,7 +118,7 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
     assert foreseen is not None  # set above, without a cluster
     assert step.symbols is not None  # the model is made of tiles
     known, planned = foreseen, PlannedStep(foreseen.order, step.symbols)
-    del step, chosen  # what was captured is large
+    del step, chosen  # the captured step is large
     lower = None if run.start.resumed is None else ""  # a resumed run keeps the model and tiling of its checkpoint
 
     @contextmanager

@@ -12,15 +12,12 @@ from typing import Any
 
 from ..core.errors import HandleLost
 from ..core.records import HandleRecord, Mode, R, Replay
-from ..core.step_plan import StepPlan
+from ..core.step_plan import Clone, StepPlan
 from ..execution.executor import Executor
 from ..execution.waiting import Waiter
 from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
 from .task_runtime import Handle
-
-Clone = Callable[[HandleRecord], HandleRecord]
-"""Function that creates a record with the properties of another one, without replicas."""
 
 Acquire = Callable[[HandleRecord, Mode, Callable[[], BaseException | None]], AbstractContextManager[Any]]
 """Function that acquires a record for a ticket; the last argument returns the failure that explains lost data."""

@@ -18,6 +18,9 @@ from .records import ANY, FILE, RW, HandleRecord, Mode, NodeId, R, Replay, Share
 
 Phase = Literal["forward", "backward", "update"]
 
+Clone = Callable[[HandleRecord], HandleRecord]
+"""Function that creates a record with the properties of another one, without replicas."""
+
 
 class Label(NamedTuple):
     """Place of a task in the program that recorded it, as the program declares it (`scheduler.api.labels`).
@@ -279,17 +282,12 @@ class StepPlan:
         return makes
 
     def instantiate(
-        self,
-        clone: Callable[[HandleRecord], HandleRecord],
-        first_id: int,
-        *,
-        computes_on_last: bool = True,
-        bound: Mapping[HandleRecord, HandleRecord] | None = None,
+        self, clone: Clone, first_id: int, *, computes_on_last: bool = True, bound: Mapping[HandleRecord, HandleRecord] | None = None
     ) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Create the tasks and own handles of one instance.
 
         Args:
-            clone: function that creates a new record with the properties of the given one.
+            clone: function that creates records.
             first_id: id of the first task.
             computes_on_last: whether tasks run on data in the last tier, which then also holds their scratch.
             bound: the program's record of each symbolic one; None if the plan has the program's own.
@@ -297,11 +295,9 @@ class StepPlan:
         Returns:
             The replay, and the instance's record of each owned handle.
         """
-        twins: dict[HandleRecord, HandleRecord] = {}
-        for handle, is_output in self.owned.items():
-            if handle in self.uses:
-                twin = twins[handle] = clone(handle)
-                twin.released = not is_output
+        twins = {handle: clone(handle) for handle in self.owned if handle in self.uses}
+        for handle, twin in twins.items():
+            twin.released = not self.owned[handle]
         records = {**(bound or {}), **twins}
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
         passing = self.temporary_bytes(scratch=computes_on_last)
