@@ -17,7 +17,7 @@ from ..core.errors import DoesNotFit, TierFailed
 from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import NEW, DataClass, HandleRecord, Mode, Task, WorkerId
+from ..core.records import NEW, HandleRecord, Mode, Task, WorkerId
 from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
@@ -29,7 +29,6 @@ from ..execution.backlog import WINDOW
 from ..execution.executor import Executor
 from ..execution.trace import Trace
 from ..execution.workers import worker_name
-from ..fusion.fused_tasks import ScratchView
 from ..planning.bounds import lower_bounds
 from ..planning.machine_pace import reach_of
 from ..planning.planned_order import PlannedOrder
@@ -271,7 +270,7 @@ class Runtime(RecordingRuntime):
         with self._captured() as recorder:
             yield step
         planned = plan_step(self._executor, recorder.finish(), order, recompute)
-        step.complete(fuse_step(self._executor, planned, self._inner_record, graphs=self._graphs, groups=groups), recorder.kept)
+        step.complete(fuse_step(self._executor, planned, self._record, graphs=self._graphs, groups=groups), recorder.kept)
 
     def adopt(self, planned: PlannedOrder, symbols: Mapping[str, Binding], data: Mapping[str, Binding]) -> Step:
         """Return a step that a `CapturingRuntime` has captured and a planner has ordered, on data of this runtime.
@@ -288,17 +287,13 @@ class Runtime(RecordingRuntime):
         self._combine_all()  # a step neither begins nor ends with partial sums
         check_tasks(planned.plan.tasks, self._executor.machine)
         bound = bind(planned.plan, symbols, data)
-        step.complete(fuse_step(self._executor, planned, self._inner_record, graphs=self._graphs, groups=False), bound)
+        step.complete(fuse_step(self._executor, planned, self._record, graphs=self._graphs, groups=False), bound)
         return step
 
     def _new_step(self) -> Step:
         if self._recorder is not None:
             raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
         return Step(self._executor, self.clone_record, self._acquire_record)
-
-    def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
-        """Create a record for the scratch memory of a fused task, or for data that several of them share."""
-        return self._record(nbytes, view, f"inner {data_class}", "temporary", data_class)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Return lower bounds in seconds on the time of any schedule of a step on this machine, by name of the bound (`planning.bounds`).

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ..core.records import RAM, NodeId
+from collections.abc import Callable
+
+from ..core.records import RAM, DataClass, HandleRecord, Kind, NodeId
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
-from ..fusion.fused_tasks import Make
+from ..fusion.fused_tasks import ScratchView
 from ..fusion.group_fusion import fuse_groups_if_they_fit
 from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
@@ -13,6 +15,10 @@ from ..planning.machine_pace import reach_of
 from ..planning.ordered_step import PlanningMachine
 from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
+from .task_runtime import View
+
+NewRecord = Callable[[int, View, str, Kind, DataClass], HandleRecord]
+"""Function that creates a record from its size in bytes, view, name, kind and data class."""
 
 
 def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str) -> PlannedOrder:
@@ -31,17 +37,22 @@ def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str) ->
         raise RecordingError(str(error)) from error
 
 
-def fuse_step(executor: Executor, planned: PlannedOrder, create: Make, *, graphs: bool, groups: bool) -> PlannedOrder:
+def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, graphs: bool, groups: bool) -> PlannedOrder:
     """Return a planned step with fused tasks, unless single tasks are observed.
 
     Args:
-        create: function that creates records for scratch memory of fused tasks, and for data that several of them share.
+        record: function that creates records of the runtime.
         graphs: whether neighbouring GPU tasks are fused.
         groups: argument of `Runtime.record`.
     """
     machine = executor.machine
     if executor.trace is not None or executor.watch.callback is not None:  # both observe single tasks
         return planned
+
+    def create(nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
+        """Create a record for the scratch memory of a fused task, or for data that several of them share."""
+        return record(nbytes, view, f"inner {data_class}", "temporary", data_class)
+
     if graphs:
         nodes = machine.memory
         devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
