@@ -3,6 +3,7 @@
 Programs that only submit and record tasks need the names of `scheduler` alone.
 """
 
+from .api.binding import Binding
 from .api.labels import current_label, kept_here, labelled, next_minibatch
 from .api.task_runtime import tree
 from .core.codelet import Many
@@ -34,6 +35,7 @@ __all__ = [
     "SIM_DEPTH",
     "TRACE_FORMAT",
     "Accesses",
+    "Binding",
     "Candidate",
     "HandleRecord",
     "LinkModel",

@@ -1,6 +1,7 @@
 """Implementation of the training loop's interface by a language model with recorded steps for training, validation and timing.
 
-A training step is the whole batch: forward and backward passes of every minibatch, and the optimizer. Steps are recorded at their first use.
+A training step is the whole batch: forward and backward passes of every minibatch, and the optimizer. It is the step that was captured and planned
+before memory was taken, on the engine's data, if there is one. Other steps are recorded at their first use.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler import Runtime, Step, Ticket, contribution
+from scheduler.machine import Binding
 from scheduler.planning import PlannedOrder
 from tiles import TileTensor
 
@@ -71,6 +73,41 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
         return SGD(groups, spec.lr, momentum=spec.momentum, max_norm=spec.grad_clip, tiles_of=tiles_of, on_cpu=on_cpu)
     kind = Adam if spec.kind == "adam" else AdamW
     return kind(groups, spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, max_norm=spec.grad_clip, tiles_of=tiles_of, on_cpu=on_cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSymbols:
+    """Symbolic handles of a training step that was captured without memory.
+
+    Attributes:
+        data: data that exists before the step, by name (`named_data`).
+        losses: loss (1,) of each minibatch.
+        squares: sum of squares of the gradient (1,).
+    """
+
+    data: Mapping[str, Binding]
+    losses: Sequence[TileTensor]
+    squares: TileTensor
+
+
+class PlannedStep(NamedTuple):
+    """A captured training step in its planned order."""
+
+    order: PlannedOrder
+    symbols: StepSymbols
+
+
+def named_data(model: LanguageModel, optimizer: Optimizer, inputs: Sequence[Inputs]) -> dict[str, Binding]:
+    """Return the data that exists before a training step, by name: parameters, state of the optimizer, and inputs.
+
+    Args:
+        inputs: inputs of each minibatch.
+    """
+    tensors = {name: (parameter.data, parameter.trainable) for name, parameter in model.named_parameters().items()}
+    tensors |= {name: (tensor, True) for name, tensor in optimizer.tensors().items()}
+    tensors |= {name: (tensor, False) for name, tensor in {**model.constants(), "options of the optimizer": optimizer.hyper}.items()}
+    tensors |= {f"{name} of minibatch {number}": (tensor, False) for number, given in enumerate(inputs) for name, tensor in given.items()}
+    return {name: Binding(tensor.handles, is_written) for name, (tensor, is_written) in tensors.items()}
 
 
 def emit_training_step(
@@ -160,7 +197,7 @@ class InFlight:
     """
 
     ticket: Ticket
-    losses: list[TileTensor]
+    losses: Sequence[TileTensor]
     squares: TileTensor | None
     meanwhile: Callable[[], None]
 
@@ -191,6 +228,10 @@ class RecordedEngine(Inference):
         shard: shard of a step that this node computes; None for the whole step.
         transport: connection to the other nodes, if there are any.
         sampler: function of the run, the model, its runtime and the arguments of `sample` that returns a text; None if nothing samples it.
+        planned: the step, if it has been captured and planned; None to record it at its first use.
+
+    Raises:
+        RecordingError: the model differs from the one that was captured (`Runtime.adopt`).
     """
 
     def __init__(
@@ -201,6 +242,7 @@ class RecordedEngine(Inference):
         shard: DataShard | None = None,
         transport: Transport | None = None,
         sampler: Sampler | None = None,
+        planned: PlannedStep | None = None,
     ) -> None:
         super().__init__(build_model(run.model, runtime) if model is None else model, runtime, run.model.seq_len, run.data.objective)
         self.run, self._sampler = run, sampler
@@ -213,8 +255,12 @@ class RecordedEngine(Inference):
         count = run.step.num_minibatches if shard is None else len(shard.minibatches)
         self._inputs = [self._inputs_for(self._minibatch, self.objective.names) for _ in range(count)]
         self._step: Step | None = None
-        self._losses: list[TileTensor] = []
+        self._losses: Sequence[TileTensor] = []
         self._squares: TileTensor | None = None
+        if planned is not None:
+            symbols = planned.symbols
+            self._step = runtime.adopt(planned.order, symbols.data, named_data(self.model, self.optimizer, self._inputs))
+            self._losses, self._squares = symbols.losses, symbols.squares
         self._freed_at = -inf  # time at which freed memory was last returned to the system
 
     @property

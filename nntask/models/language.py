@@ -81,6 +81,10 @@ class LanguageModel(Module, ABC):
         self.dropout_key = TileTensor(runtime, (2,), (2,), np.uint64, kind="input", data_class="data", name="dropout key")
         self.dropout_key.write(np.array([seed or 0, 0], np.uint64))
 
+    def constants(self) -> dict[str, TileTensor]:
+        """Return the inputs of the model's steps that are not arrays of a batch, by name."""
+        return {"dropout key": self.dropout_key}
+
     @property
     def tables(self) -> tuple[Parameter, ...]:
         """Token embedding and head, or the head alone if the model has no token embedding."""

@@ -146,6 +146,12 @@ class Transformer(LanguageModel):
         """Token embedding and head."""
         return (self.embed.weight, self.lm_head)
 
+    def constants(self) -> dict[str, TileTensor]:
+        """Return the key of the dropout masks, the frequencies of rotary positions, and constants of the batches of a shape, by name."""
+        frequencies = {f"rotary frequencies {number}": tensor for number, tensor in enumerate(self._frequencies.values())}
+        of_batches = {f"{name} of {shape} in tiles of {tile}": tensor for (name, shape, tile), tensor in self._constants.items()}
+        return {**super().constants(), **frequencies, **of_batches}
+
     def _frequencies_of(self, rotary: Rotary, dtype: npt.DTypeLike, *, is_long: bool) -> TileTensor:
         angle_dtype, shape = np.float64 if np.dtype(dtype) == np.float64 else np.float32, (rotary.size // 2,)
         found = TileTensor(self.runtime, shape, shape, angle_dtype, kind="input", data_class="data", name="rotary frequencies")

@@ -36,7 +36,7 @@ from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import base_tensors
 from ..config.run_config import LanguageRun, RunConfig
 from ..engine.models import build_model
-from ..engine.recorded import build_optimizer, emit_training_step
+from ..engine.recorded import StepSymbols, build_optimizer, emit_training_step, named_data
 from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
@@ -62,6 +62,7 @@ class CapturedStep:
         optimizer: tensors of the optimizer's state by name, without data as well.
         reading: bytes of host memory for the readers of the files that the weights start from.
         recorded: step without recomputation; None if that is the plan.
+        symbols: symbolic handles by which an engine of tiles runs the step; None for a model that is not made of tiles.
     """
 
     plan: StepPlan
@@ -70,6 +71,7 @@ class CapturedStep:
     optimizer: Mapping[str, TileTensor]
     reading: int = 0
     recorded: StepPlan | None = None
+    symbols: StepSymbols | None = None
 
     def recomputing(self, recompute: str) -> CapturedStep:
         """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.
@@ -141,11 +143,13 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     objective = run.data.objective
     inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
     with runtime.record():
-        outputs = emit_training_step(model, optimizer, inputs)
-    del outputs
+        losses, squares = emit_training_step(model, optimizer, inputs)
+    assert squares is not None  # the step of a whole batch has it
     plan = runtime.plan
     plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    captured = CapturedStep(plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
+    symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
+    trained, frozen = model.trained_tensors(), model.frozen_tensors()
+    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
     return captured.recomputing(run.step.recompute)
 
 

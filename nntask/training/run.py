@@ -21,7 +21,7 @@ from ..config.toml import to_toml
 from ..data.dataset import Dataset, open_dataset
 from ..engine.interface import Cluster, NodesChanged
 from ..engine.opening import runtime_for
-from ..engine.recorded import RecordedEngine
+from ..engine.recorded import PlannedStep, RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error
@@ -116,12 +116,14 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
     if cluster is not None:
         return _begun(run, printer, lambda lock, interrupts: _on_cluster(run, cluster, lock, printer, interrupts))
     assert foreseen is not None  # set above, without a cluster
-    known = foreseen
+    assert step.symbols is not None  # the model is made of tiles
+    known, planned = foreseen, PlannedStep(foreseen.order, step.symbols)
+    del step, chosen  # the captured step is large
     lower = None if run.start.resumed is None else ""  # a resumed run keeps the model and tiling of its checkpoint
 
     @contextmanager
     def open_on(runtime: Runtime) -> Iterator[Opened]:
-        engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime), sampler=sample_text)
+        engine = RecordedEngine(run, runtime, model_to_start_from(run, runtime), sampler=sample_text, planned=planned)
         counts = counts_of(run, engine)
         yield Opened(engine, counts, partial(about_tiled, run, engine, runtime.gpus, known.by_update))
 

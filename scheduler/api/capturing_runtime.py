@@ -21,7 +21,7 @@ from ..core.memory.extents import rounded
 from ..core.records import FILE, Mode, Replica, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
-from .placement import kinds_beside, kinds_on
+from .placement import kinds_of, kinds_on
 from .recording import RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
@@ -92,9 +92,7 @@ class CapturingRuntime(RecordingRuntime):
         pin = None if combines or not self._pins else self._pin()
         if pin is not None:
             return kinds_on(codelet, self._worker_names[pin]), pin
-        if self.devices_beside is not None:
-            return kinds_beside(codelet.kinds, self.devices_beside), None
-        return codelet.kinds, None
+        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus), None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from ..core.codelet import Codelet
 from ..core.errors import DoesNotFit, PlacementError
 from ..core.machine import Machine
-from ..core.records import NodeId, WorkerId, WorkerKind
+from ..core.records import HandleRecord, Mode, NodeId, WorkerId, WorkerKind
 from ..core.shortage import AccessSize, Shortage
 from ..execution.workers import worker_name
-from .task_runtime import Access
 
 
 class Ability(NamedTuple):
@@ -51,11 +50,23 @@ def kinds_beside(kinds: tuple[WorkerKind, ...], device: WorkerKind) -> tuple[Wor
     return (device,) if device in kinds else ("cpu",) if "cpu" in kinds else kinds
 
 
-def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
-    """Return the workers that can run codelets with the same implementations as this one.
+def kinds_of(codelet: Codelet, aside: WorkerKind | None, *, has_gpus: bool) -> tuple[WorkerKind, ...]:
+    """Return the kinds of workers that may run a codelet that is not pinned.
 
     If there are GPUs, a codelet with a CUDA implementation runs on them only: GPUs and CPUs round differently, so results would depend on which
     worker was free. If CPU workers stand aside (`Worker.aside`), simulated devices take precedence in the same way.
+
+    Args:
+        aside: kind of the devices if CPU workers stand aside; else None.
+    """
+    kinds = codelet.kinds
+    if has_gpus and "cuda" in kinds:
+        return ("cuda",)
+    return kinds if aside is None else kinds_beside(kinds, aside)
+
+
+def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
+    """Return the workers that can run codelets with the same implementations as this one, by the rule of `kinds_of`.
 
     Args:
         pin: the only worker that may run the codelet; None for any.
@@ -64,15 +75,14 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         ValueError: no worker of the machine has an implementation.
         PlacementError: the pinned worker has no implementation.
     """
-    kinds, workers, name = codelet.kinds, machine.workers, ""
+    workers, name = machine.workers, ""
     if pin is not None:
         workers = [worker for worker in workers if worker.id == pin]
         name = worker_name(workers[0])
         kinds = kinds_on(codelet, name)
-    elif "cuda" in kinds and any(worker.kind == "cuda" for worker in workers):
-        kinds = ("cuda",)
-    elif any(worker.aside for worker in workers):
-        kinds = kinds_beside(kinds, next(worker.kind for worker in workers if not worker.aside))
+    else:
+        device = next(worker.kind for worker in workers if not worker.aside) if any(worker.aside for worker in workers) else None
+        kinds = kinds_of(codelet, device, has_gpus=any(worker.kind == "cuda" for worker in workers))
     nodes = {worker.node for worker in (*workers, machine.program) if worker.kind in kinds}
     if not nodes:
         present = ", ".join(sorted({worker.kind for worker in workers}))
@@ -81,9 +91,9 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
     return Ability(kinds, machine.memory.budget(node), node, name)
 
 
-def too_large(codelet: Codelet, accesses: Sequence[Access], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
+def too_large(codelet: Codelet, accesses: Sequence[tuple[HandleRecord, Mode]], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
     """Return the error for a task whose data exceeds the memory of every eligible worker."""
-    sizes = tuple(AccessSize(mode, handle.name or "unnamed", handle.record.size) for handle, mode in accesses)
+    sizes = tuple(AccessSize(mode, record.name or "unnamed", record.size) for record, mode in accesses)
     node = machine.memory.name_of(ability.node)
     shortage = Shortage("task", node, nbytes, ability.capacity, task=codelet.name, sizes=sizes, workers=ability.kinds, pin=ability.pin)
     return DoesNotFit(shortage)

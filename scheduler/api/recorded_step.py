@@ -6,21 +6,18 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ..core.errors import HandleLost
 from ..core.records import HandleRecord, Mode, R, Replay
-from ..core.step_plan import StepPlan
+from ..core.step_plan import Clone, StepPlan
 from ..execution.executor import Executor
 from ..execution.waiting import Waiter
 from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
 from .task_runtime import Handle
-
-Clone = Callable[[HandleRecord], HandleRecord]
-"""Function that creates a record with the properties of another one, without replicas."""
 
 Acquire = Callable[[HandleRecord, Mode, Callable[[], BaseException | None]], AbstractContextManager[Any]]
 """Function that acquires a record for a ticket; the last argument returns the failure that explains lost data."""
@@ -37,12 +34,13 @@ class Instance:
 
     __slots__ = ("_inbox", "replay", "reported", "twins")
 
-    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone) -> None:
+    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone, kept: Mapping[HandleRecord, Handle]) -> None:
         self._inbox = executor.inbox
         self.reported: BaseException | None = None
         self.twins: dict[HandleRecord, HandleRecord] = {}
         first_id = executor.take_numbers(len(plan.tasks))
-        self.replay, self.twins = plan.instantiate(clone, first_id, computes_on_last=executor.machine.computes_on_last)
+        bound = {record: handle.record for record, handle in kept.items()}
+        self.replay, self.twins = plan.instantiate(clone, first_id, computes_on_last=executor.machine.computes_on_last, bound=bound)
 
     def __del__(self) -> None:
         for twin in self.twins.values():
@@ -61,11 +59,15 @@ class Step:
         self._instances: list[Instance] = []
         self._waiters: list[Waiter | None] = [None, None]
         self._number = 0
-        self._kept: dict[HandleRecord, Handle] = {}
+        self._kept: Mapping[HandleRecord, Handle] = {}
         self._num_tasks = 0
 
-    def complete(self, order: PlannedOrder, kept: dict[HandleRecord, Handle]) -> None:
-        """Take the planned tasks, and the program's handles that they use, which the step keeps alive."""
+    def complete(self, order: PlannedOrder, kept: Mapping[HandleRecord, Handle]) -> None:
+        """Take the planned tasks, and the program's handles that they use, which the step keeps alive.
+
+        Args:
+            kept: the program's handle for each record in the tasks that is not the step's own; the record may be symbolic (`binding`).
+        """
         self.order, self._kept = order, kept
         self.plan, self._num_tasks = order.plan, order.num_tasks
 
@@ -100,7 +102,7 @@ class Step:
             waiter.wait()
             executor.watch.check()  # the callback may have stopped the run at one of its tasks
         if which == len(self._instances):
-            self._instances.append(Instance(executor, plan, self._clone))
+            self._instances.append(Instance(executor, plan, self._clone, self._kept))
         instance = self._instances[which]
         for use in instance.replay.shared:
             why = use.handle.lost

@@ -17,7 +17,7 @@ from ..core.errors import DoesNotFit, TierFailed
 from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import NEW, DataClass, HandleRecord, Mode, Task, WorkerId
+from ..core.records import NEW, HandleRecord, Mode, Task, WorkerId
 from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
@@ -29,16 +29,17 @@ from ..execution.backlog import WINDOW
 from ..execution.executor import Executor
 from ..execution.trace import Trace
 from ..execution.workers import worker_name
-from ..fusion.fused_tasks import ScratchView
 from ..planning.bounds import lower_bounds
 from ..planning.machine_pace import reach_of
+from ..planning.planned_order import PlannedOrder
 from ..planning.recompute import NONE
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
+from .binding import Binding, bind, check_tasks
 from .placement import Ability, find_ability, too_large
 from .recorded_step import Step
 from .recording import RecordingError, RecordingRuntime
-from .step_planning import plan_step
+from .step_planning import fuse_step, plan_step
 from .task_runtime import Access, Handle, Terms
 
 
@@ -220,7 +221,7 @@ class Runtime(RecordingRuntime):
         for handle, _ in accesses:
             nbytes += handle.record.size
         if nbytes > capacity:
-            raise too_large(codelet, accesses, nbytes, ability, machine)
+            raise too_large(codelet, [(handle.record, mode) for handle, mode in accesses], nbytes, ability, machine)
         return kinds, pin
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
@@ -265,17 +266,34 @@ class Runtime(RecordingRuntime):
             RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name or
                 no results to recompute by such an operation.
         """
-        if self._recorder is not None:
-            raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
-        step = Step(self._executor, self.clone_record, self._acquire_record)
+        step = self._new_step()
         with self._captured() as recorder:
             yield step
-        planned = plan_step(self._executor, recorder.finish(), order, recompute, self._inner_record, graphs=self._graphs, groups=groups)
-        step.complete(planned, recorder.kept)
+        planned = plan_step(self._executor, recorder.finish(), order, recompute)
+        step.complete(fuse_step(self._executor, planned, self._record, graphs=self._graphs, groups=groups), recorder.kept)
 
-    def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
-        """Create a record for the scratch memory of a fused task, or for data that several of them share."""
-        return self._record(nbytes, view, f"inner {data_class}", "temporary", data_class)
+    def adopt(self, planned: PlannedOrder, symbols: Mapping[str, Binding], data: Mapping[str, Binding]) -> Step:
+        """Return a step that a `CapturingRuntime` has captured and a planner has ordered, on data of this runtime.
+
+        Args:
+            planned: the step, on symbolic handles.
+            symbols, data: data that exists before the step, by name: its symbolic handles, and those of this runtime.
+
+        Raises:
+            RecordingError: `symbols`, `data`, the step and the workers disagree (`binding`), or a step is being recorded.
+            DoesNotFit: a task of the step exceeds the memory of every worker that may run it.
+        """
+        step = self._new_step()
+        self._combine_all()  # a step neither begins nor ends with partial sums
+        check_tasks(planned.plan.tasks, self._executor.machine)
+        bound = bind(planned.plan, symbols, data)
+        step.complete(fuse_step(self._executor, planned, self._record, graphs=self._graphs, groups=False), bound)
+        return step
+
+    def _new_step(self) -> Step:
+        if self._recorder is not None:
+            raise RecordingError("recordings must not nest, and a step is already being recorded", "leave its block first")
+        return Step(self._executor, self.clone_record, self._acquire_record)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Return lower bounds in seconds on the time of any schedule of a step on this machine, by name of the bound (`planning.bounds`).

@@ -1,11 +1,13 @@
-"""The plan of a recorded step on the machine of a runtime: its order, its recomputation, and the tasks that are fused."""
+"""The plan of a recorded step on the machine of a runtime: its order and its recomputation; then the tasks that are fused."""
 
 from __future__ import annotations
 
-from ..core.records import RAM, NodeId
+from collections.abc import Callable
+
+from ..core.records import RAM, DataClass, HandleRecord, Kind, NodeId
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
-from ..fusion.fused_tasks import Make
+from ..fusion.fused_tasks import ScratchView
 from ..fusion.group_fusion import fuse_groups_if_they_fit
 from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
@@ -13,33 +15,55 @@ from ..planning.machine_pace import reach_of
 from ..planning.ordered_step import PlanningMachine
 from ..planning.planned_order import PlannedOrder
 from .recording import RecordingError
+from .task_runtime import View
+
+NewRecord = Callable[[int, View, str, Kind, DataClass], HandleRecord]
+"""Function that creates a record from its size in bytes, view, name, kind and data class."""
 
 
-def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str, create: Make, *, graphs: bool, groups: bool) -> PlannedOrder:
-    """Return the plan of a step.
-
-    Args:
-        order, recompute, groups: the arguments of `Runtime.record`.
-        create: function that creates records for scratch memory of fused tasks, and for data that several of them share.
-        graphs: whether neighbouring GPU tasks are fused.
+def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str) -> PlannedOrder:
+    """Return the plan of a step; `order` and `recompute` are arguments of `Runtime.record`.
 
     Raises:
         RecordingError: the step has no order of that name, or no results to recompute by such an operation.
     """
     machine = executor.machine
-    nodes, below = machine.memory, machine.memory.last
-    reach, last = reach_of(machine, executor.models), nodes.budget(below) - (nodes.readers_bytes if below == RAM else 0)
+    reach = reach_of(machine, executor.models)
     try:
         num_devices = len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1
-        planned = choose_plan(plan, order, recompute, PlanningMachine(reach.memory, last, machine.computes_on_last, num_devices, reach.pace))
+        on = PlanningMachine(reach.memory, _last_bytes(executor), machine.computes_on_last, num_devices, reach.pace)
+        return choose_plan(plan, order, recompute, on)
     except ValueError as error:
         raise RecordingError(str(error)) from error
+
+
+def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, graphs: bool, groups: bool) -> PlannedOrder:
+    """Return a planned step with fused tasks, unless single tasks are observed.
+
+    Args:
+        record: function that creates records of the runtime.
+        graphs: whether neighbouring GPU tasks are fused.
+        groups: argument of `Runtime.record`.
+    """
+    machine = executor.machine
     if executor.trace is not None or executor.watch.callback is not None:  # both observe single tasks
         return planned
+
+    def create(nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
+        """Create a record for the scratch memory of a fused task, or for data that several of them share."""
+        return record(nbytes, view, f"inner {data_class}", "temporary", data_class)
+
     if graphs:
+        nodes = machine.memory
         devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
-        return fuse_if_it_fits(planned, devices, last, create, computes_on_last=machine.computes_on_last)
+        return fuse_if_it_fits(planned, devices, _last_bytes(executor), create, computes_on_last=machine.computes_on_last)
     kinds = [worker.kind for worker in machine.workers]
     if groups and all(kind == "cpu" for kind in kinds):
-        return fuse_groups_if_they_fit(planned, len(kinds), reach.memory, create)
+        return fuse_groups_if_they_fit(planned, len(kinds), reach_of(machine, executor.models).memory, create)
     return planned
+
+
+def _last_bytes(executor: Executor) -> int:
+    """Return the bytes of the last tier, without the buffers of file readers."""
+    nodes = executor.machine.memory
+    return nodes.budget(nodes.last) - (nodes.readers_bytes if nodes.last == RAM else 0)

@@ -18,6 +18,9 @@ from .records import ANY, FILE, RW, HandleRecord, Mode, NodeId, R, Replay, Share
 
 Phase = Literal["forward", "backward", "update"]
 
+Clone = Callable[[HandleRecord], HandleRecord]
+"""Function that creates a record with the properties of another one, without replicas."""
+
 
 class Label(NamedTuple):
     """Place of a task in the program that recorded it, as the program declares it (`scheduler.api.labels`).
@@ -279,23 +282,23 @@ class StepPlan:
         return makes
 
     def instantiate(
-        self, clone: Callable[[HandleRecord], HandleRecord], first_id: int, *, computes_on_last: bool = True
+        self, clone: Clone, first_id: int, *, computes_on_last: bool = True, bound: Mapping[HandleRecord, HandleRecord] | None = None
     ) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Create the tasks and own handles of one instance.
 
         Args:
-            clone: function that creates a new record with the properties of the given one.
+            clone: function that creates records.
             first_id: id of the first task.
             computes_on_last: whether tasks run on data in the last tier, which then also holds their scratch.
+            bound: the program's record of each symbolic one; None if the plan has the program's own.
 
         Returns:
             The replay, and the instance's record of each owned handle.
         """
-        twins: dict[HandleRecord, HandleRecord] = {}
-        for handle, is_output in self.owned.items():
-            if handle in self.uses:
-                twin = twins[handle] = clone(handle)
-                twin.released = not is_output
+        twins = {handle: clone(handle) for handle in self.owned if handle in self.uses}
+        for handle, twin in twins.items():
+            twin.released = not self.owned[handle]
+        records = {**(bound or {}), **twins}
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
         passing = self.temporary_bytes(scratch=computes_on_last)
         replay = Replay(
@@ -312,23 +315,23 @@ class StepPlan:
         )
         replay.has_pins = any(task.pin is not None for task in self.tasks)
         replay.has_aside = self.has_aside
-        replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
+        replay.tasks += [self._twin_task(position, records, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         replay.turns = [replay.tasks[position] for position in self.turns]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
             task.successors = [replay.tasks[after] for after in successors]
         for handle, use in self.uses.items():
-            twin_or_shared = twins.get(handle, handle)
-            if twin_or_shared.released:
-                twin_or_shared.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay)
-            if handle not in twins or not twin_or_shared.released:
-                replay.shared.append(self._share(twin_or_shared, use, replay))
+            record = records.get(handle, handle)
+            if record.released:
+                record.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay)
+            if handle not in twins or not record.released:
+                replay.shared.append(self._share(record, use, replay))
         for shared in replay.shared:
             for task in (*shared.last_readers, *([shared.last_writer] if shared.last_writer else [])):
                 task.is_exit = True
         return replay, twins
 
-    def _twin_task(self, position: int, twins: Mapping[HandleRecord, HandleRecord], first_id: int, replay: Replay) -> Task:
+    def _twin_task(self, position: int, records: Mapping[HandleRecord, HandleRecord], first_id: int, replay: Replay) -> Task:
         recorded = self.tasks[position]
         number = len(self.predecessors[position])
         return Task(
@@ -336,7 +339,7 @@ class StepPlan:
             recorded.codelet,
             recorded.name,
             recorded.kinds,
-            tuple((twins.get(handle, handle), mode) for handle, mode in recorded.accesses),
+            tuple((records.get(handle, handle), mode) for handle, mode in recorded.accesses),
             recorded.constants,
             recorded.priority,
             num_waiting=number,

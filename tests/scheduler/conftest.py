@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from support.deadline import DEADLINE
 from scheduler import Codelet, Handle, TaskRuntime
 
 
+@dataclass(frozen=True)
 class Numbers:
     """A view of `count` float64 numbers."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    count: int
 
     def __call__(self, memory: Any, offset: int) -> np.ndarray:
         return np.ndarray((self.count,), np.float64, buffer=memory, offset=offset)
