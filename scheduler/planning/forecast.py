@@ -165,31 +165,36 @@ class _Clock:
             start: number of tasks before the step, from which positions count.
             begin: position of the first task during which its data may be fetched, because it fits next to the data of all tasks in between.
         """
+        self._look_ahead(len(self._starts), moves.added)
+        started = max(self.now, self._copied(moves, start, start + begin)) if moves.read or moves.evicted else self.now
+        self.now = started + seconds * self.pace.num_devices
+        self._starts.append(started)
+        self._ends.append(self.now)
+
+    def _copied(self, moves: Moves, start: int, begin: int) -> float:
+        """Enter the copies for the next task into the queues; return the time at which it may start."""
         pace, number = self.pace, len(self._starts)
-        self._look_ahead(number, moves.added)
         per_read, per_write = pace.num_devices / pace.read, pace.num_devices / pace.write
         far_per_read, far_per_write = per_read, per_write
         if pace.spill is not None:
             far_per_read, far_per_write = pace.num_devices / pace.spill.read, pace.num_devices / pace.spill.write
-        spare = self.backlog * (far_per_write if pace.spill is not None and moves.is_far else per_write)
+        is_far = moves.far_read > 0 or any(is_far for _, _, is_far in moves.evicted)
+        spare = self.backlog * (far_per_write if is_far else per_write)
         far_reading = moves.far_read * far_per_read
         reading = (moves.read - moves.far_read) * per_read + far_reading
-        fetch_from = self._starts[max(0, min(start + begin, self._oldest, number - 1))] if self._starts else 0.0
+        fetch_from = self._starts[max(0, min(begin, self._oldest, number - 1))] if self._starts else 0.0
         if not pace.duplex and moves.read:  # both directions share the link until `writes`; reads overtake pending writes
             self.writes = max(self.writes, fetch_from) + reading
         for since, nbytes, is_far in moves.evicted:
             self.writes = max(self.writes, self._ended(start + since)) + nbytes * (far_per_write if is_far else per_write)
+        if not moves.read:
+            return self.writes - spare
         if moves.after is not None:
             fetch_from = max(fetch_from, self._ended(start + moves.after))
-        if moves.read:
-            self.reads = max(self.reads, fetch_from, self.writes - (reading if not pace.duplex else 0.0) - spare) + reading
-            if pace.duplex and far_reading:  # the disk serves one direction at a time
-                self.writes = max(self.writes, fetch_from) + far_reading
-        ready = self.reads if moves.read else self.writes - spare if moves.evicted else 0.0
-        started = max(self.now, ready)
-        self.now = started + seconds * pace.num_devices
-        self._starts.append(started)
-        self._ends.append(self.now)
+        self.reads = max(self.reads, fetch_from, self.writes - (reading if not pace.duplex else 0.0) - spare) + reading
+        if pace.duplex and far_reading:  # the disk serves one direction at a time
+            self.writes = max(self.writes, fetch_from) + far_reading
+        return self.reads
 
     def _look_ahead(self, number: int, added: int) -> None:
         """Advance the prefetcher to the task of that number, which misses `added` bytes."""
