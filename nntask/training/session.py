@@ -252,8 +252,8 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
             + (f"; in virtual time it takes {order.judged_seconds:.3g} s" if order.judged_seconds else "")
         )
-        if order.recomputation is not None and order.recompute != NONE:
-            without = order.recomputation.seconds_without
+        without = order.recomputation.seconds_without
+        if order.recompute != NONE and without is not None:
             cost = "the step would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
             say(f"recomputed instead of kept: {order.recompute}; without, {cost}")
     resumed = run.start.resumed

@@ -13,7 +13,7 @@ from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
 from ..planning.machine_pace import reach_of
 from ..planning.ordered_step import PlanningMachine
-from ..planning.planned_order import PlannedOrder
+from ..planning.evaluation import PlannedOrder
 from .recording import RecordingError
 from .task_runtime import View
 

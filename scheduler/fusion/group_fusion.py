@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..core.records import ANY, HandleRecord, R
 from ..core.step_plan import StepPlan
 from ..planning.ordered_step import last_tier_bytes
-from ..planning.planned_order import PlannedOrder
+from ..planning.evaluation import PlannedOrder
 from .fused_tasks import Make, join
 from .task_groups import TaskGroup, grouped
 

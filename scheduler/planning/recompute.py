@@ -54,6 +54,9 @@ class Values:
 
     Args:
         plan: the step.
+
+    Attributes:
+        first_free_id: least id that is larger than those of all handles.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -69,6 +72,7 @@ class Values:
                 first = use.modes[0] == W and use.modes.count(W) == 1
                 self._whole[handle] = is_own and first and (not reads or reads[0] > writers[-1])
         self._values: dict[HandleRecord, Value | None] = {}
+        self.first_free_id = 1 + max((handle.id for handle in plan.uses), default=-1)
         created = [0] * len(plan.tasks)
         for handle, writers in self._writers.items():
             created[writers[0]] += handle.size if handle in plan.owned else 0
@@ -209,44 +213,25 @@ class ValueGroup:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Selection of the values that a step recomputes: the first groups, or single values.
+    """Selection of the values that a step recomputes.
 
     Attributes:
-        groups: all groups of the step, the cheapest first.
-        num_groups: number of groups that are recomputed.
-        share: fraction of the layers that are recomputed of the last of these groups.
-        inside: handles of single values that are recomputed instead of groups: those that no other block reads, or results of named operations.
-        between: handles that are never recomputed with `inside`, because blocks read them from each other.
-        asked: value of `--recompute` that selects `inside`.
+        name: value of `--recompute` that selects them.
+        handles: their handles.
+        lasting: handles that are never recomputed with them, because blocks read them from each other.
+        groups: groups of values that a planner chooses from, the cheapest first; empty if none has.
         seconds_without: forecast seconds of the step without recomputation; infinite if its data does not fit the machine, None if unknown.
     """
 
+    name: str = NONE
+    handles: Set[HandleRecord] = frozenset()
+    lasting: Set[HandleRecord] = frozenset()
     groups: Sequence[ValueGroup] = ()
-    num_groups: int = 0
-    share: float = 1.0
-    inside: Set[HandleRecord] = frozenset()
-    between: Set[HandleRecord] = frozenset()
-    asked: str = BLOCK
     seconds_without: float | None = None
-
-    def again(self, group: ValueGroup) -> list[HandleRecord]:
-        """Return the handles of a group's values that are recomputed."""
-        if self.inside:
-            return [handle for handle in group.leading(1.0) if handle in self.inside]
-        chosen = self.groups[: self.num_groups]
-        return group.leading(self.share if group is chosen[-1] else 1.0) if group in chosen else []
 
     def apply(self, values: Values) -> StepPlan:
         """Return the step that recomputes the selected values."""
-        return recomputed(values, self.inside or [handle for group in self.groups for handle in self.again(group)], self.between)
-
-    @property
-    def name(self) -> str:
-        """Value of `--recompute` that selects this recomputation."""
-        if self.inside:
-            return self.asked
-        share = "" if self.share == 1 else f":{self.share:g}"
-        return ",".join(group.name for group in self.groups[: self.num_groups]) + share or NONE
+        return recomputed(values, self.handles, self.lasting)
 
 
 def recomputed(values: Values, handles: Iterable[HandleRecord], lasting: Set[HandleRecord] = frozenset()) -> StepPlan:
@@ -275,25 +260,24 @@ class _Rewriting:
     """One pass over a step that enters clones; arguments as in `recomputed`."""
 
     def __init__(self, values: Values, handles: Iterable[HandleRecord], lasting: Set[HandleRecord]) -> None:
-        plan = values.plan
-        self._plan, self._values, self._lasting = plan, values, lasting
+        self._plan, self._values, self._lasting = values.plan, values, lasting
         self._chosen = {handle: value for handle in handles if (value := values.of(handle)) is not None}
         self._copies: dict[HandleRecord, HandleRecord] = {}  # original -> handle of the recomputed value
-        self._ids = itertools.count(1 + max((handle.id for handle in plan.uses), default=-1))
-        self._owned = dict(plan.owned)
+        self._ids = itertools.count(values.first_free_id)
+        self._owned: dict[HandleRecord, bool] = {}
         self._tasks: list[RecordedTask] = []
 
     def run(self) -> StepPlan:
         """Return the new step."""
         for position, task in enumerate(self._plan.tasks):
-            reads = [handle for handle, mode in task.accesses if mode == R]
-            for handle in reads:
+            dead = [handle for handle, mode in task.accesses if mode == R and handle in self._chosen and position > self._chosen[handle].leaves]
+            for handle in dead:
                 self._recompute(handle, position)
-            if any(self._operand(handle, position) is not handle for handle in reads):
+            if any(handle in self._copies for handle in dead):
                 accesses = tuple((self._operand(handle, position) if mode == R else handle, mode) for handle, mode in task.accesses)
                 task = replace(task, accesses=accesses)
             self._tasks.append(task)
-        return StepPlan(self._tasks, self._owned, window=self._plan.window, idle=self._plan.idle)
+        return StepPlan(self._tasks, {**self._plan.owned, **self._owned}, window=self._plan.window, idle=self._plan.idle)
 
     def only(self, handle: HandleRecord) -> tuple[list[RecordedTask], Set[HandleRecord]]:
         """Return the clones for one value alone, and the handles whose values they compute."""

@@ -15,10 +15,11 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .evaluation import AUTO
 from .forecast import Pace
 from .recompute import BLOCK, NONE, Recomputation, ValueGroup, Values, clones_of
 
+AUTO: Final = "auto"
+"""Value of `--recompute`, and of `--order`, that leaves the choice to the planner."""
 LEAST_SHARE: Final = 0.01
 """Share of the bytes of all groups below which a group is kept."""
 MOST_CLONES: Final = 64
@@ -110,6 +111,14 @@ def _feeds_itself(values: Values, group: ValueGroup, others: Sequence[ValueGroup
     return not recomputed.isdisjoint(set(group.leading(1)).difference(values.made(value)))
 
 
+def leading_groups(groups: Sequence[ValueGroup], count: int, share: float = 1.0) -> Recomputation:
+    """Return the recomputation of the first `count` groups, of the last of them for a share of its layers."""
+    chosen = groups[:count]
+    handles = {handle for group in chosen for handle in group.leading(share if group is chosen[-1] else 1.0)}
+    name = ",".join(group.name for group in chosen) + ("" if share == 1 else f":{share:g}")
+    return Recomputation(name or NONE, handles, groups=groups)
+
+
 def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     """Return a step that recomputes what "block" or names of operations say; the step itself for "none" and "auto".
 
@@ -119,7 +128,7 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     if recompute in (NONE, AUTO):
         return plan
     values = Values(plan)
-    return _asked_recomputation(values, recompute).apply(values)
+    return asked_recomputation(values, recompute).apply(values)
 
 
 def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Recomputation:
@@ -129,10 +138,10 @@ def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Recomp
         pace: as in `groups_of`.
     """
     values = Values(plan)
-    return replace(_asked_recomputation(values, recompute), groups=groups_of(values, pace))
+    return replace(asked_recomputation(values, recompute), groups=groups_of(values, pace))
 
 
-def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
+def asked_recomputation(values: Values, recompute: str) -> Recomputation:
     """Return what "none", "block" or names of operations recompute.
 
     Raises:
@@ -151,7 +160,7 @@ def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
             raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
         handles.update(handle for group in matching for handle in group.leading(_share_of(share)))
-    return Recomputation(inside=handles, asked=recompute)
+    return Recomputation(recompute, handles)
 
 
 def _share_of(text: str) -> float:
@@ -170,7 +179,7 @@ def most_again(plan: StepPlan) -> Iterator[StepPlan]:
     """Yield the steps with the largest recomputations that a planner chooses from, on any machine; none if nothing can be recomputed."""
     values = Values(plan)
     groups = groups_of(values, None)
-    largest = Recomputation(groups, len(groups)), values_in_blocks(values)
+    largest = leading_groups(groups, len(groups)), values_in_blocks(values)
     return (recomputation.apply(values) for recomputation in largest if recomputation.name != NONE)
 
 
@@ -190,4 +199,4 @@ def values_in_blocks(values: Values) -> Recomputation:
             between.add(handle)
         elif plan.tasks[value.wanted].label.block != block and values.is_away_for(value, 1):
             inside.add(handle)
-    return Recomputation(inside=inside, between=between)
+    return Recomputation(BLOCK if inside else NONE, inside, between)

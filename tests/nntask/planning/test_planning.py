@@ -30,7 +30,7 @@ from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
 from scheduler.core.shortage import Shortage
 from scheduler.execution.workers import SIM_DEPTH
-from scheduler.planning.finalists import NEAR, PLAIN
+from scheduler.planning.choice import NEAR, PLAIN
 from scheduler.planning.orders import candidates
 from scheduler.planning.step_structure import structure_of
 

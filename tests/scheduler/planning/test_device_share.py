@@ -13,9 +13,9 @@ from support.toy_steps import PAGE, toy_step, wide_step
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.planning.device_share import devices_of_tasks, order_of_all, order_of_one, share_of
-from scheduler.planning.evaluation import PlanCandidate, evaluate
+from scheduler.planning.evaluation import Candidate, evaluate
 from scheduler.planning.forecast import Pace, Spill
-from scheduler.planning.ordered_step import OrderedStep
+from scheduler.planning.ordered_step import SUBMISSION, OrderedStep
 from scheduler.planning.step_structure import structure_of
 
 
@@ -33,9 +33,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that is forecast from now on, whether it is a share; and shares are searched, however few tasks there are."""
     seen: list[bool] = []
 
-    def watch(step: OrderedStep, order: str, **more: Any) -> PlanCandidate:
+    def watch(step: OrderedStep, *args: Any, **more: Any) -> list[Candidate]:
         seen.append(step.machine.is_share)
-        return evaluate(step, order, **more)
+        return evaluate(step, *args, **more)
 
     for module in ("choice", "search"):
         monkeypatch.setattr(f"scheduler.planning.{module}.evaluate", watch)
@@ -67,7 +67,8 @@ def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> Non
     assert 2 * (len(share.tasks) - num_updates) == len(plan.tasks) - num_updates
     given = short(plan, num_devices, 1 / 3)
     whole = choose_plan(plan, AUTO, NONE, PlanningMachine(**given)).forecasts
-    part = evaluate(OrderedStep(share, PlanningMachine(**given, is_share=True)), AUTO).forecasts
+    one = OrderedStep(share, PlanningMachine(**given, is_share=True))
+    part = {each.order: each.forecast for each in evaluate(one, AUTO)} | {SUBMISSION: one.forecast(SUBMISSION)}
     assert {order_of_all(name, num_devices) for name in part} >= set(whole)
     for name, found in part.items():
         if (other := whole.get(order_of_all(name, num_devices))) is not None:
@@ -103,8 +104,6 @@ def test_what_one_makes_again_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = searches(monkeypatch)
     found = choose_plan(plan, AUTO, AUTO, PlanningMachine(**short(plan, 4, 1 / 3)))
     assert seen.count(False) == 1
-    assert found.recomputation is not None
-    assert whole.recomputation is not None
     assert found.recompute == found.recomputation.name == "layers.*.widen"
     assert [group.layers for group in found.recomputation.groups] == [group.layers for group in whole.recomputation.groups]
     assert sum(task.num_clones for task in found.plan.tasks) > 8
