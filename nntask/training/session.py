@@ -33,7 +33,7 @@ from ..inference.samples import sample_prompt
 from ..io.units import format_size
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
-from ..planning.updater import Updater, told_updater
+from ..planning.run_candidates import Updater, told_updater
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
 from .run_directory import CONFIG, computing_versions, write_file, write_plan
@@ -209,7 +209,7 @@ def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update:
     """Return the lines about a model of tiles.
 
     Args:
-        by_update: forecast seconds of a step under each updater, as in `ChosenUpdater`.
+        by_update: forecast seconds of a step under each updater, as in `PlannedRun`.
     """
     config, cut, settings = run.model.config, run.model.tiling, run.settings
     lines = [

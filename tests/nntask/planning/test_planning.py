@@ -23,7 +23,7 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.runtimes import open_runtime
 from nntask.io.units import format_least, parse_size
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning import fit_advice, memory_fit
+from nntask.planning import fit_advice, memory_fit, run_candidates
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
@@ -277,11 +277,11 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
     flags = settings(ncpu=None, ram="")
     asked = resolve(flags, wide, machine=devices_of(flags.resources, "auto"))
     target = imaginary_machine("1x1MiB", flags.resources)
-    coarse = planning._in_coarse_tiles(asked, target)
+    coarse = run_candidates._in_coarse_tiles(asked, target)
     num_tasks = memory_fit.TASKS_PER_WORK * 4 * memory_fit.work_of(coarse)
     for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
         monkeypatch.setattr(memory_fit, "MOST_TASKS", most)
-        found = planning.with_few_tasks(asked, target)
+        found = run_candidates.with_few_tasks(asked, target)
         assert (found != coarse) == grows
     largest = found.model.tiling.inner_tile * found.model.tiling.embd_tile * 4
     assert largest <= (1 << 20) // LARGEST_SHARE
