@@ -1,9 +1,9 @@
 """Candidates for a run that leaves choices open: the size of minibatches (``--minibatch auto``) and the workers that update the weights
 (``--update-on auto``).
 
-Each candidate is captured and planned like a run of its own. Candidates are listed in order of preference: larger minibatches first, since smaller ones
-have smaller and more tasks, which forecasts see only in part; then updates on devices, since CPUs round otherwise. A later one is chosen only if it is
-clearly faster. Results depend on the choice in their last bits, so it is written into the run's settings, and a resumed run keeps it.
+Each candidate is captured and planned like a run of its own. They are listed in order of preference: larger minibatches first, because smaller ones
+have more and smaller tasks, which forecasts see only in part; then updates on devices, because CPUs round otherwise. A later one is chosen only if it
+is clearly faster. Losses depend on the choice in their last bits, so it is written into the run's settings, and a resumed run keeps it.
 
 CPU workers update in host memory, where the optimizer's state then stays (ZeRO-Offload: Ren et al., 2021): gradients come down and weights go up.
 """
@@ -22,8 +22,8 @@ from ..config.imaginary import BOUNDLESS, format_devices
 from ..config.resolution import resolve
 from ..config.run_config import RunConfig
 from ..config.settings import TrainSettings, known
-from ..errors import DoesNotFit, UsageError
 from ..config.tile_sizes import retiled
+from ..errors import DoesNotFit, UsageError
 from ..hardware.imaginary import COARSE_SHARE, LARGEST_SHARE, NUM_CPU, coarse_tiling
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets

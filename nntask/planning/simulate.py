@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -143,9 +144,11 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
         return None, lack.fact, lack
     target = target.without(needs.reading)
     try:
-        simulation = replay(order.plan, target, run.machine.scheduling)
+        found = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
         return None, error.fact, error.shortage
+    classes = {node: dict(by_class) for node, by_class in found.peak_bytes_by_class.items()}
+    simulation = replace(found, peak_bytes=dict(found.peak_bytes), peak_bytes_by_class=classes)
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there

@@ -11,9 +11,9 @@ from ..fusion.fused_tasks import ScratchView
 from ..fusion.group_fusion import fuse_groups_if_they_fit
 from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
+from ..planning.evaluation import PlannedOrder
 from ..planning.machine_pace import reach_of
 from ..planning.ordered_step import PlanningMachine
-from ..planning.evaluation import PlannedOrder
 from .recording import RecordingError
 from .task_runtime import View
 

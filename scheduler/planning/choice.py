@@ -94,7 +94,7 @@ def _planned(best: Candidate, candidates: Sequence[Candidate], plan: StepPlan | 
 
 
 def _judged(best: Candidate, candidates: Sequence[Candidate], order: str) -> PlannedOrder:
-    """Return the fastest of the finalists by the judge of the machine; the best by forecast if there is no other, or if the judge finds that none fits.
+    """Return the fastest of the finalists by the judge of the machine; the best by forecast if it is alone, or if the judge finds that none fits.
 
     First the best recomputation is judged in several orders, then other recomputations in the fastest of these.
     """
@@ -120,9 +120,7 @@ def _judged(best: Candidate, candidates: Sequence[Candidate], order: str) -> Pla
 
 def _orders_to_judge(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidate, and the same recomputation in other orders that are about as fast, likely ones first."""
-    near = [
-        each for each in candidates if each.recomputation is best.recomputation and each.fits and each.forecast.cost <= NEAR * best.forecast.cost
-    ]
+    near = [each for each in candidates if each.recomputation is best.recomputation and each.fits and each.forecast.cost <= NEAR * best.forecast.cost]
     return sorted(near, key=lambda each: (each is not best, each.order not in LIKELY, each.forecast.cost))[:ORDERS]
 
 

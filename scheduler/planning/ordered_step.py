@@ -136,8 +136,10 @@ class OrderedStep:
         return [*names, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
 
     def has(self, name: str) -> bool:
-        """Return whether the step has an order of that name; it need not be a candidate."""
-        return self._positions(name) is not None
+        """Return whether the step has an order of that name, and remember it; it need not be a candidate."""
+        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
+            self._orders[name] = positions
+        return name in self._orders
 
     def pools(self, names: Sequence[str]) -> list[list[str]]:
         """Return the names in pools, of which the first one with an order that fits decides.
@@ -146,16 +148,14 @@ class OrderedStep:
         """
         if not self.plan.partitions:
             return [[*names]]
-        pools: tuple[list[str], list[str]] = ([], [])
-        for name in names:
-            pools[_group_of(name, self._unit) is None].append(name)
-        return [*pools]
+        beside = [name for name in names if _group_of(name, self._unit) is not None]
+        return [beside, [name for name in names if name not in beside]]
 
     def forecast(self, name: str) -> Forecast:
         """Return the forecast of the step in one of its orders, with the bytes of the last tier that it needs."""
         if name in self._forecasts:
             return self._forecasts[name]
-        positions, devices = self._known_positions(name), self._devices_of(name)
+        positions, devices = self._positions(name), self._devices_of(name)
         if devices:
             without_last = self._forecast_of_device(positions, devices)
         else:
@@ -169,23 +169,16 @@ class OrderedStep:
         if name == SUBMISSION and self.fits:
             is_roomy = ROOMY * self.needed_bytes <= self.machine.memory
             return self.plan if is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
-        positions, devices = self._known_positions(name), self._devices_of(name)
+        positions, devices = self._positions(name), self._devices_of(name)
         chosen = self._permuted(positions, devices)
         if not self.machine.computes_on_last:  # the last tier has no tier below to write back to
             self._foresee(chosen, positions, devices)
         return chosen
 
-    def _positions(self, name: str) -> list[int] | None:
-        """Return the positions of the tasks in an order; None if the step has no order of that name."""
-        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
-            self._orders[name] = positions
-        return self._orders.get(name)
-
-    def _known_positions(self, name: str) -> list[int]:
+    def _positions(self, name: str) -> list[int]:
         """Return the positions of the tasks in an order that the step has."""
-        positions = self._positions(name)
-        assert positions is not None, name
-        return positions
+        assert self.has(name), name
+        return self._orders[name]
 
     @cached_property
     def needed_bytes(self) -> int:

@@ -2,8 +2,8 @@
 
 A candidate recomputes the first K groups of values, cheapest first (`value_groups`), the last of them for the leading share of its values; or all
 values inside the blocks that a program marks. What it does not recompute stays in memory or moves, as order and eviction have it. The search
-evaluates no group, all groups and all blocks in the orders that are likely then. It bisects to the best K in between, in the orders that were best at
-the ends, and tries shares there.
+evaluates no group, all groups and all blocks in the orders that are likely then. It bisects to the best K in between, in the order that was best for
+all groups, and tries shares there.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Search:
         return [candidate for candidates in self._candidates.values() for candidate in candidates]
 
     def _evaluate_between(self, most: int) -> None:
-        """Evaluate fewer groups, and smaller shares of the best number of them, in the orders that were the best at both ends."""
-        orders = [_best(self._candidates[self._leading(count).name]).order for count in (most, 0)]
+        """Evaluate fewer groups, and smaller shares of the best number of them, in the order that was the best for all groups."""
+        order = _best(self._candidates[self._leading(most).name]).order
 
         def key(count: int) -> tuple[int, float, int]:
-            return self._evaluate(self._leading(count), orders).key
+            return self._evaluate(self._leading(count), [order]).key
 
         low, high = 0, most
         while high - low > 1:
@@ -76,7 +76,7 @@ class Search:
             return
         for count in range(best, min(best + 1, most) + 1):
             for share in SHARES:
-                self._evaluate(self._leading(count, share), orders)
+                self._evaluate(self._leading(count, share), [order])
 
     def _leading(self, count: int, share: float = 1.0) -> Recomputation:
         """Return the recomputation of the first groups, of the last of them for a share of its values."""

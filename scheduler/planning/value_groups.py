@@ -108,7 +108,7 @@ def _feeds_itself(values: Values, group: ValueGroup, others: Sequence[ValueGroup
     assert value is not None  # it is in a group
     handles = [handle for other in (*others, group) for handle in other.leading(1)]
     recomputed = clones_of(values, group.middle, handles)[1]
-    return not recomputed.isdisjoint(set(group.leading(1)).difference(values.made(value)))
+    return not recomputed.isdisjoint(set(group.leading(1)).difference(value.results))
 
 
 def leading_groups(groups: Sequence[ValueGroup], count: int, share: float = 1.0) -> Recomputation:

@@ -13,8 +13,8 @@ from scheduler.core.codelet import Codelet, Tail
 from scheduler.core.records import HandleRecord
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning import AUTO, BLOCK, NONE, PlanningMachine, as_asked, choose_plan, last_tier_bytes, most_again
-from scheduler.planning.evaluation import MARGIN
 from scheduler.planning.choice import NEAR, ORDERS, OTHERS
+from scheduler.planning.evaluation import MARGIN
 from scheduler.planning.forecast import Pace
 from scheduler.planning.recompute import Values, recomputed
 from scheduler.planning.value_groups import all_groups, groups_of
