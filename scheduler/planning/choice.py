@@ -17,7 +17,8 @@ from ..core.step_plan import StepPlan
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .evaluation import Candidate, PlannedOrder, best_of, evaluate
 from .forecast import Pace
-from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine, last_tier_bytes
+from .machine_pace import PlanningMachine
+from .ordered_step import SUBMISSION, OrderedStep, last_tier_bytes
 from .recompute import BLOCK, NONE, Recomputation, Values
 from .search import LIKELY, Search
 from .step_structure import structure_of

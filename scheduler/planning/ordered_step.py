@@ -6,8 +6,8 @@ tier below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
@@ -15,7 +15,7 @@ from ..core.records import HandleRecord
 from ..core.step_plan import StepPlan
 from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks
 from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
-from .machine_pace import reads_files
+from .machine_pace import PlanningMachine, reads_files
 from .orders import candidates, named
 from .step_structure import StepStructure, structure_of
 from .tile_traffic import Touches
@@ -58,34 +58,6 @@ def _ranks(positions: Sequence[int]) -> list[int]:
     for rank, position in enumerate(positions):
         ranks[position] = rank
     return ranks
-
-
-Judge = Callable[[StepPlan], float]
-"""Seconds of a step in its planned order; infinite if it would not fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningMachine:
-    """Machine that a step is planned for.
-
-    Attributes:
-        memory: bytes of the memory where tasks run, all devices together.
-        last: bytes of the last tier, which must hold all live data.
-        computes_on_last: whether tasks run on the last tier.
-        num_devices: number of equal devices if tasks run on no other node; else 1.
-        pace: function from a plan to the rates of the machine, called if memory is short; None to compare orders by bytes.
-        judge: function that returns the seconds of a planned step, infinite if it would not fit, for the few that are forecast to be about as fast as
-            the best; None for forecasts alone.
-        is_share: whether plans are the share of one of the devices (`device_share`).
-    """
-
-    memory: int
-    last: int
-    computes_on_last: bool
-    num_devices: int = 1
-    pace: Callable[[StepPlan], Pace] | None = None
-    judge: Judge | None = None
-    is_share: bool = False
 
 
 class OrderedStep:
