@@ -23,7 +23,7 @@ class Candidate:
 
     Attributes:
         step: the step with its recomputation, on a machine; or the share of one device.
-        recomputation: what it recomputes.
+        recomputation: selection of the values that it recomputes.
         order: name of its order.
         forecast: its costs; of a step that fits, only the seconds of its tasks, and without recomputation not even those.
     """
@@ -67,7 +67,7 @@ def evaluate(step: OrderedStep, order: str, recomputation: Recomputation | None 
     """Forecast a step in an order, or in those that "auto" chooses from.
 
     Args:
-        recomputation: what the step recomputes, by default nothing.
+        recomputation: selection of the values that the step recomputes; None for none.
         only: names of the orders that "auto" chooses from, if the step has them; empty for all.
 
     Raises:
@@ -104,7 +104,7 @@ class PlannedOrder:
         plan: the step's tasks in that order.
         forecasts: forecast of each order that was considered, and of the submission order, by name; empty if everything fits.
         num_tasks: number of tasks of the step; a fused task counts as all its tasks.
-        recomputation: what the step recomputes, and the groups of values that a planner chose from.
+        recomputation: selection of the values that the step recomputes, with the groups that a planner chose from.
         last_bytes: bytes that the last tier must hold (`last_tier_bytes`).
         judged_seconds: seconds of a step in virtual time; 0 if it was not needed for the choice.
     """
