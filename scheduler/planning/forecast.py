@@ -122,6 +122,9 @@ class _Clock:
     def __init__(self, pace: Pace, reach: int, backlog: int) -> None:
         self.pace, self.reach, self.backlog = pace, reach, backlog
         self.now = self.reads = self.writes = 0.0
+        far = pace.spill or pace
+        self._per_read, self._per_write = pace.num_devices / pace.read, pace.num_devices / pace.write  # seconds a byte
+        self._far_per_read, self._far_per_write = pace.num_devices / far.read, pace.num_devices / far.write
         self._aside = 0.0  # end of the latest task aside
         self._starts: list[float] = []
         self._ends: list[float] = []
@@ -142,12 +145,9 @@ class _Clock:
             moves: copies for it.
             start: number of tasks before the step, from which positions count.
         """
-        pace = self.pace
-        for since, nbytes, _ in moves.evicted:
-            self.writes = max(self.writes, self._ended(start + since)) + nbytes * pace.num_devices / pace.write
-        if pace.spill is not None:
-            seconds += moves.far_read / pace.spill.read + moves.far_written / pace.spill.write
-        self._aside = max(self._aside, self.writes if moves.evicted else self.now) + seconds * pace.num_devices
+        self._write_back(moves, start)
+        seconds = seconds * self.pace.num_devices + moves.far_read * self._far_per_read + moves.far_written * self._far_per_write
+        self._aside = max(self._aside, self.writes if moves.evicted else self.now) + seconds
         self._look_ahead(len(self._starts), 0)
         self._starts.append(self.now)
         self._ends.append(self._aside)
@@ -173,28 +173,27 @@ class _Clock:
 
     def _copied(self, moves: Moves, start: int, begin: int) -> float:
         """Enter the copies for the next task into the queues; return the time at which it may start."""
-        pace, number = self.pace, len(self._starts)
-        per_read, per_write = pace.num_devices / pace.read, pace.num_devices / pace.write
-        far_per_read, far_per_write = per_read, per_write
-        if pace.spill is not None:
-            far_per_read, far_per_write = pace.num_devices / pace.spill.read, pace.num_devices / pace.spill.write
         is_far = moves.far_read > 0 or any(is_far for _, _, is_far in moves.evicted)
-        spare = self.backlog * (far_per_write if is_far else per_write)
-        far_reading = moves.far_read * far_per_read
-        reading = (moves.read - moves.far_read) * per_read + far_reading
-        fetch_from = self._starts[max(0, min(begin, self._oldest, number - 1))] if self._starts else 0.0
-        if not pace.duplex and moves.read:  # both directions share the link until `writes`; reads overtake pending writes
+        spare = self.backlog * (self._far_per_write if is_far else self._per_write)
+        far_reading = moves.far_read * self._far_per_read
+        reading = (moves.read - moves.far_read) * self._per_read + far_reading
+        fetch_from = self._starts[max(0, min(begin, self._oldest, len(self._starts) - 1))] if self._starts else 0.0
+        if not self.pace.duplex and moves.read:  # both directions share the link until `writes`; reads overtake pending writes
             self.writes = max(self.writes, fetch_from) + reading
-        for since, nbytes, is_far in moves.evicted:
-            self.writes = max(self.writes, self._ended(start + since)) + nbytes * (far_per_write if is_far else per_write)
+        self._write_back(moves, start)
         if not moves.read:
             return self.writes - spare
         if moves.after is not None:
             fetch_from = max(fetch_from, self._ended(start + moves.after))
-        self.reads = max(self.reads, fetch_from, self.writes - (reading if not pace.duplex else 0.0) - spare) + reading
-        if pace.duplex and far_reading:  # the disk serves one direction at a time
+        self.reads = max(self.reads, fetch_from, self.writes - (reading if not self.pace.duplex else 0.0) - spare) + reading
+        if self.pace.duplex and far_reading:  # the disk serves one direction at a time
             self.writes = max(self.writes, fetch_from) + far_reading
         return self.reads
+
+    def _write_back(self, moves: Moves, start: int) -> None:
+        """Enter the dirty tiles that leave for a task into the queue of writes, each after its last use."""
+        for since, nbytes, is_far in moves.evicted:
+            self.writes = max(self.writes, self._ended(start + since)) + nbytes * (self._far_per_write if is_far else self._per_write)
 
     def _look_ahead(self, number: int, added: int) -> None:
         """Advance the prefetcher to the task of that number, which misses `added` bytes."""
