@@ -23,16 +23,18 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.runtimes import open_runtime
 from nntask.io.units import format_least, parse_size
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning import fit_advice, memory_fit, run_candidates
+from nntask.planning import fit_advice, memory_fit, run_candidates, virtual_replay
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
 from scheduler.core.shortage import Shortage
+from scheduler.core.step_plan import StepPlan
 from scheduler.execution.workers import SIM_DEPTH
 from scheduler.planning.choice import NEAR, PLAIN
 from scheduler.planning.orders import candidates
 from scheduler.planning.step_structure import structure_of
+from scheduler.simulation import Simulation, simulate
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)
@@ -95,9 +97,16 @@ def test_minimum_budgets_are_enough_and_one_page_less_is_not() -> None:
     assert "--disk DIR:" in refused["advice"][0]
 
 
-def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
+def test_short_memory_moves_what_the_order_is_expected_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of what is needed: of the orders forecast about as fast as the fastest, the one that virtual time finds fastest, whose seconds are
-    those that are printed; the budget is respected."""
+    those that are printed; the budget is respected. No plan is replayed twice."""
+    replayed: list[StepPlan] = []
+
+    def watch(plan: StepPlan, **how: Any) -> Simulation:
+        replayed.append(plan)
+        return simulate(plan, **how)
+
+    monkeypatch.setattr(virtual_replay, "simulate", watch)
     needed = plan_run(settings(), CONFIG)["needed_bytes"]
     plan = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", recompute="auto"), CONFIG)
     assert plan["feasible"]
@@ -105,6 +114,7 @@ def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
     seconds = plan["forecast_seconds"]  # this machine's, as busy as it is now
     assert seconds[plan["order"]] <= NEAR * PLAIN * min(seconds.values())
     assert plan["judged_seconds"] == plan["seconds_per_step"] > 0
+    assert len({id(each) for each in replayed}) == len(replayed) > 2
     assert plan["peak_bytes"]["ram"] <= needed // 4
 
 
