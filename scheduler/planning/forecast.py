@@ -20,7 +20,7 @@ from ..core.memory.prefetch import AHEAD, TASKS
 from ..core.memory.write_back import CLEAN
 from ..core.records import HandleRecord
 from ..core.step_plan import RecordedTask
-from .tile_traffic import Moves, Passed, Touches, pass_through
+from .tile_traffic import Moves, Touches, pass_through
 
 SHARE: Final = 0.84
 """Fraction of a budget that holds tiles between their uses; copies in progress and fragmentation take the rest. With a larger one, forecasts have too
@@ -223,24 +223,24 @@ def forecast(
     below = None
     if pace is not None and pace.spill is not None:
         below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles that are written back early occupy both
-    passed = pass_through(step, positions, capacity, below=below, only_files=only_files)
-    read = sum(moves.read for moves in passed.moves)
-    written = sum(nbytes for moves in passed.moves for _, nbytes, _ in moves.evicted)
+    steps, _ = pass_through(step, positions, capacity, below=below, only_files=only_files)
+    read = sum(moves.read for moves in steps)
+    written = sum(nbytes for moves in steps for _, nbytes, _ in moves.evicted)
     if pace is None:
         return Forecast(read, written)
     copy_seconds = pace.num_devices * max(read / pace.read, written / pace.write)
-    return Forecast(read, written, _seconds(step, positions, passed, capacity, budget, pace), copy_seconds)
+    return Forecast(read, written, _seconds(step, positions, steps, capacity, budget, pace), copy_seconds)
 
 
-def _seconds(step: Touches, positions: Sequence[int], passed: Passed, capacity: int, budget: int, pace: Pace) -> float:
+def _seconds(step: Touches, positions: Sequence[int], steps: Sequence[Moves], capacity: int, budget: int, pace: Pace) -> float:
     """Return the duration of a step that follows an equal one."""
-    begins = {position: begin for begin, position in _returns(passed, capacity)}
+    begins = {position: begin for begin, position in _returns(steps, capacity)}
     clock, period = _Clock(pace, budget // AHEAD, budget // CLEAN), len(positions)
     seconds = [pace.seconds[step.plan.tasks[position]] for position in positions]
     before = 0.0
     for start in (0, period):
         before = clock.end
-        for now, moves in enumerate(passed.moves):
+        for now, moves in enumerate(steps):
             if positions[now] in step.overwritten:
                 clock.run_aside(pace.aside.get(step.plan.tasks[positions[now]], 0.0), moves, start)
             else:
@@ -265,18 +265,18 @@ class Foreseen:
 def foresee(step: Touches, positions: Sequence[int], budget: int, share: float = SHARE) -> Foreseen:
     """Forecast the evictions from a memory of `budget` bytes, and the earliest fetches of evicted data; arguments as in `forecast`."""
     capacity = int(budget * share)
-    passed = pass_through(step, positions, capacity)
+    steps, evictions = pass_through(step, positions, capacity)
     leaves: dict[HandleRecord, set[int]] = {}
-    for handle, position in passed.evictions:
+    for handle, position in evictions:
         leaves.setdefault(handle, set()).add(position % len(positions))
-    return Foreseen(leaves, _returns(passed, capacity))
+    return Foreseen(leaves, _returns(steps, capacity))
 
 
-def _returns(passed: Passed, capacity: int) -> list[tuple[int, int]]:
+def _returns(steps: Sequence[Moves], capacity: int) -> list[tuple[int, int]]:
     """Return `Foreseen.returns`: each task's missing data is fetched as early as it fits next to the data of the tasks before."""
-    spare = [capacity - moves.used for moves in passed.moves]
+    spare = [capacity - moves.used for moves in steps]
     returns, most = [], min(MOST_AHEAD, len(spare) - 1)
-    for position, moves in enumerate(passed.moves):
+    for position, moves in enumerate(steps):
         if nbytes := moves.read:
             begin = position
             for begin in range(position, position - most, -1):  # negative positions are those of the equal step before

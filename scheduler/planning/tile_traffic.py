@@ -44,19 +44,6 @@ class Moves:
     far_written: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """Result of a simulated step that follows an equal one.
-
-    Attributes:
-        moves: copies for each task; their positions count from the start of this step and are negative in the step before.
-        evictions: evicted tiles, each with the position of its next use, which counts from the start of the step before.
-    """
-
-    moves: list[Moves]
-    evictions: list[tuple[HandleRecord, int]]
-
-
 class Touches:
     """Data that each task of a step touches, computed once for forecasts of the step in many orders. Tiles are numbered by the ids of their handles.
 
@@ -271,8 +258,10 @@ class _Memory:
             self.send(tile, reads=False, drops=True)
 
 
-def pass_through(step: Touches, positions: Sequence[int], capacity: int, *, below: int | None = None, only_files: bool = False) -> Passed:
-    """Simulate a step twice in a row; return the second pass.
+def pass_through(
+    step: Touches, positions: Sequence[int], capacity: int, *, below: int | None = None, only_files: bool = False
+) -> tuple[list[Moves], list[tuple[HandleRecord, int]]]:
+    """Simulate a step twice in a row, of which the second time counts.
 
     Args:
         step: the step.
@@ -280,6 +269,10 @@ def pass_through(step: Touches, positions: Sequence[int], capacity: int, *, belo
         capacity: bytes that hold tiles between their uses.
         below: bytes of the tier below, which may spill to a disk; None if it holds everything.
         only_files: whether only tiles with data in files may be evicted, because there is no tier below.
+
+    Returns:
+        Copies for each task, whose positions count from the start of this step and are negative in the step before; and evicted tiles, each with the
+        position of its next use, which counts from the start of the step before.
     """
     plan, overwritten = step.plan, step.overwritten
     stays = {tile for tile, handle in enumerate(step.handles) if only_files and not plan.stays_in_file(handle)}
@@ -303,4 +296,4 @@ def pass_through(step: Touches, positions: Sequence[int], capacity: int, *, belo
                     if next_use != DEAD and tile in overwritten.get(positions[next_use % period], ()):
                         memory.drop_overwritten(tile)
         memory.begin_again(period)
-    return Passed(moves, [(step.handles[tile], position) for tile, position in memory.evictions])
+    return moves, [(step.handles[tile], position) for tile, position in memory.evictions]

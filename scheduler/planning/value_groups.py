@@ -28,7 +28,6 @@ AWAY: Final = 4
 """Ratio of the bytes of other data that is computed in the meantime to those of a value above which the value counts as away for a while."""
 
 PaceOf = Callable[[StepPlan], Pace]
-_Kind = tuple[str, str, str]
 
 
 def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
@@ -51,25 +50,12 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
 def all_groups(values: Values) -> list[ValueGroup]:
     """Return all groups of values that are away for a while, without their seconds.
 
-    A group has the results of one operation of one module, in every layer. Its name is the path of the module with the operation, and the number of
-    the result if the operation has several.
-    """
-    groups = []
-    for (path, op, number), layers in _kinds(values).items():
-        name = ".".join(filter(None, (path, op))) + number
-        in_order = tuple(tuple(handles) for _, handles in sorted(layers.items()))
-        if in_order:
-            groups.append(ValueGroup(op, name, in_order, sum(handle.size for handles in in_order for handle in handles)))
-    return groups
-
-
-def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecord]]]:
-    """Return the values of a step by kind (path with "*" for numbers, operation, number of its result as text) and layer (those numbers).
-
-    A value outside all modules is a layer of its own. Layers whose first value is not away for a while are left out.
+    A group has the results of one operation of one module, in every layer. Its name is the path of the module with "*" for numbers, the operation,
+    and the number of the result if the operation has several. A value outside all modules is a layer of its own. Layers whose first value is not away
+    for a while are left out.
     """
     plan = values.plan
-    kinds = defaultdict[_Kind, dict[tuple[int, ...], list[HandleRecord]]](lambda: defaultdict(list))
+    kinds = defaultdict[tuple[str, str], dict[tuple[int, ...], list[HandleRecord]]](lambda: defaultdict(list))
     for handle in plan.uses:
         if (value := values.of(handle)) is None:
             continue
@@ -77,12 +63,19 @@ def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecor
         writer = plan.tasks[last]
         results = [result for result, mode in writer.accesses if mode not in (R, SCRATCH)]
         names = writer.label.path.split(".")
-        path = ".".join("*" if name.isdecimal() else name for name in names)
-        layer = tuple(int(name) for name in names if name.isdecimal()) if path else (last,)
-        layers = kinds[path, writer.name, f"[{results.index(handle)}]" if len(results) > 1 else ""]
+        layer = tuple(int(name) for name in names if name.isdecimal()) if writer.label.path else (last,)
+        path = ("*" if name.isdecimal() else name for name in names)
+        name = ".".join(filter(None, (*path, writer.name))) + (f"[{results.index(handle)}]" if len(results) > 1 else "")
+        layers = kinds[writer.name, name]
         if layer in layers or values.is_away_for(value, AWAY):
             layers[layer].append(handle)
-    return kinds
+    return [
+        ValueGroup(
+            op, name, tuple(tuple(layers[layer]) for layer in sorted(layers)), sum(handle.size for layer in layers.values() for handle in layer)
+        )
+        for (op, name), layers in kinds.items()
+        if layers
+    ]
 
 
 def priced(values: Values, groups: Sequence[ValueGroup], pace: PaceOf | None) -> list[ValueGroup]:
