@@ -304,7 +304,7 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
         captured = capture(changed)
         inputs = sum(handle.size for handle in captured.plan.uses if handle.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
-        return least_needs(captured.plan, changed, target, quick=True, reading=captured.reading), nbytes, len(captured.plan.tasks)
+        return least_needs(captured.plan, changed, target, reading=captured.reading), nbytes, len(captured.plan.tasks)
 
     first, least, _ = look(step)
     needs, nbytes, num_tasks = look(2 * step)

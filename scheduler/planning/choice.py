@@ -91,7 +91,7 @@ def _planned(best: Candidate, candidates: Sequence[Candidate], plan: StepPlan | 
     """
     base, forecasts = candidates[0], {}
     if base.order != SUBMISSION or not base.step.fits:
-        forecasts = {SUBMISSION: base.step.forecast(SUBMISSION)}
+        forecasts = {SUBMISSION: (base if base.step.machine.is_share else best).step.forecast(SUBMISSION)}
         forecasts |= {each.order: each.forecast for each in candidates if each.recomputation is best.recomputation}
     plan = best.step.planned(best.order) if plan is None else plan
     return PlannedOrder(best.order, plan, forecasts, len(best.step.plan.tasks), best.recomputation, best.forecast.last_bytes, seconds)
