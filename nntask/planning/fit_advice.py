@@ -188,20 +188,9 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
         changed, flag, task, nbytes = min(halves, key=lambda half: half[-1])
         flags[flag] = getattr(changed.model.tiling, flag)
         if nbytes <= target.largest_node_nbytes:
-            besides = _raised(target, _short_like(needs, with_free_order(changed), target))
+            besides = _raised(target, _short(with_free_order(changed), target))
             return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")
     return ""
-
-
-def _short_like(needs: Needs, run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
-    """Return the nodes that are too small for a changed step, as `_short` does.
-
-    If the last tier is too small for the step that it was changed from, the bytes that this one needs are tried first, which is quick.
-    """
-    last = dict(needs.short(target)).get(target.last)
-    if last is not None and not _short(run, target.enlarged({target.last: last})):
-        return [(target.last, last)]
-    return _short(run, target)
 
 
 def _halved(run: RunConfig, flag: str) -> RunConfig | None:
