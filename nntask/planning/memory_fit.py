@@ -125,13 +125,15 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     if (num_tasks := TASKS_PER_WORK * count * work_of(run)) > MOST_TASKS:
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {length:,} "
-            "tokens in these tiles; lower --batch or enlarge the tiles"
+            "tokens in these tiles",
+            "lower --batch or enlarge the tiles",
         )
     if (num_tiles := _tiles_of_positions(run)) > MOST_TASKS:
         config = run.model.config
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tiles:,}: one for each tile of a table of {config.n_positions:,} "
-            f"positions; lower {config.positions_key} in the config or enlarge the tiles"
+            "positions",
+            f"lower {config.positions_key} in the config or enlarge the tiles",
         )
     _LOG.info("capturing a step of %d minibatches", count)
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus, aside=run.machine.aside)

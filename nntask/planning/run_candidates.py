@@ -134,7 +134,7 @@ def choose_minibatch(settings: TrainSettings, config: ModelConfig, machine: Mach
     if settings.tiling.minibatch != AUTO:
         return ChosenMinibatch(settings)
     if settings.cluster.dask:
-        raise UsageError("plans for one machine, and a cluster of --dask has several; give a number", flag="--minibatch", value=AUTO)
+        raise UsageError("plans for one machine, and a cluster of --dask has several", "give a number", flag="--minibatch", value=AUTO)
     batch = known(resolve(_with(settings, -1), config, machine=machine).step.batch)
     per_tile = max(settings.tiling.minibatch_tile or 1, 1)
     candidates = dict[int, PlannedRun]()
