@@ -144,11 +144,11 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
         return None, lack.fact, lack
     target = target.without(needs.reading)
     try:
-        found = replay(order.plan, target, run.machine.scheduling)
+        replayed = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
         return None, error.fact, error.shortage
-    classes = {node: dict(by_class) for node, by_class in found.peak_bytes_by_class.items()}
-    simulation = replace(found, peak_bytes=dict(found.peak_bytes), peak_bytes_by_class=classes)
+    classes = {node: dict(by_class) for node, by_class in replayed.peak_bytes_by_class.items()}
+    simulation = replace(replayed, peak_bytes=dict(replayed.peak_bytes), peak_bytes_by_class=classes)
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there

@@ -15,7 +15,7 @@ from typing import Final
 
 from ..core.step_plan import StepPlan
 from .device_share import devices_of_tasks, order_of_all, share_of
-from .evaluation import Candidate, PlannedOrder, best_of, evaluate
+from .evaluation import PlanCandidate, PlannedOrder, best_of, evaluate
 from .forecast import Pace
 from .machine_pace import PlanningMachine
 from .ordered_step import SUBMISSION, OrderedStep, last_tier_bytes
@@ -66,7 +66,7 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
     return _judged(best, candidates, order) if step.machine.judge is not None else _planned(best, candidates)
 
 
-def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[Candidate]:
+def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandidate]:
     """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in all orders.
 
     Recomputations are compared in likely orders. None is searched if it could not make the step faster.
@@ -81,7 +81,7 @@ def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[Candidate]:
     return [*in_all, *others] if best.recomputation is candidates[0].recomputation else [*others, *in_all]
 
 
-def _planned(best: Candidate, candidates: Sequence[Candidate], plan: StepPlan | None = None, seconds: float = 0.0) -> PlannedOrder:
+def _planned(best: PlanCandidate, candidates: Sequence[PlanCandidate], plan: StepPlan | None = None, seconds: float = 0.0) -> PlannedOrder:
     """Return the planned step of a candidate.
 
     Args:
@@ -97,15 +97,15 @@ def _planned(best: Candidate, candidates: Sequence[Candidate], plan: StepPlan | 
     return PlannedOrder(best.order, plan, forecasts, len(best.step.plan.tasks), best.recomputation, best.forecast.last_bytes, seconds)
 
 
-def _judged(best: Candidate, candidates: Sequence[Candidate], order: str) -> PlannedOrder:
+def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str) -> PlannedOrder:
     """Return the fastest of the finalists by the judge of the machine; the best by forecast if it is alone, or if the judge finds that none fits.
 
     First the best recomputation is judged in several orders, then other recomputations in the fastest of these.
     """
-    judge, tried = best.step.machine.judge, list[tuple[float, Candidate, StepPlan]]()
+    judge, tried = best.step.machine.judge, list[tuple[float, PlanCandidate, StepPlan]]()
     assert judge is not None  # the caller knows one
 
-    def try_all(finalists: Sequence[Candidate]) -> Candidate:
+    def try_all(finalists: Sequence[PlanCandidate]) -> PlanCandidate:
         for candidate in finalists:
             planned = candidate.step.planned(candidate.order)
             tried.append((judge(planned), candidate, planned))
@@ -116,22 +116,22 @@ def _judged(best: Candidate, candidates: Sequence[Candidate], order: str) -> Pla
     if base.moves_nothing or (len(orders) < 2 and not _others_to_judge(best, candidates, best.order)):
         return _planned(best, candidates)
     most = max(2, JUDGED_TASKS // len(best.step.plan.tasks))
-    fastest = try_all(orders[:most])
-    try_all(_others_to_judge(best, candidates, fastest.order)[: max(0, most - len(orders))])
+    fastest = try_all(orders[: max(2, most - 1)])  # one is for another recomputation
+    try_all(_others_to_judge(best, candidates, fastest.order)[: max(0, most - len(tried))])
     seconds, fastest, planned = min(tried, key=lambda row: row[0])
     return _planned(best, candidates) if seconds == inf else _planned(fastest, candidates, planned, seconds)
 
 
-def _orders_to_judge(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+def _orders_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> list[PlanCandidate]:
     """Return the best candidate, and the same recomputation in other orders that are about as fast, those of `JUDGED_FIRST` first."""
     near = [each for each in candidates if each.recomputation is best.recomputation and each.fits and each.forecast.cost <= NEAR * best.forecast.cost]
     rank = {order: number for number, order in enumerate(JUDGED_FIRST)}
     return sorted(near, key=lambda each: (each is not best, rank.get(each.order, len(rank)), each.forecast.cost))[:ORDERS]
 
 
-def _others_to_judge(best: Candidate, candidates: Sequence[Candidate], order: str) -> list[Candidate]:
+def _others_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str) -> list[PlanCandidate]:
     """Return other recomputations that are forecast to be about as fast as the best, each in `order`, or else in its own best order."""
-    others: dict[str, list[Candidate]] = {}
+    others: dict[str, list[PlanCandidate]] = {}
     for candidate in sorted(candidates, key=lambda each: (each.recomputation.name not in (NONE, BLOCK), each.forecast.cost)):
         limit = NEAR * PLAIN if candidate.recomputation.name in (NONE, BLOCK) else NEAR
         if candidate.recomputation.name != best.recomputation.name and candidate.fits and candidate.forecast.cost <= limit * best.forecast.cost:

@@ -18,7 +18,7 @@ MARGIN: Final = 0.99
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlanCandidate:
     """A way to execute a step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Candidate:
         return machine.pace is not None and self.fits and self.step.task_seconds > MARGIN * seconds
 
 
-def evaluate(step: OrderedStep, order: str, recomputation: Recomputation | None = None, only: Sequence[str] = ()) -> list[Candidate]:
+def evaluate(step: OrderedStep, order: str, recomputation: Recomputation | None = None, only: Sequence[str] = ()) -> list[PlanCandidate]:
     """Forecast a step in an order, or in those that "auto" chooses from.
 
     Args:
@@ -76,19 +76,19 @@ def evaluate(step: OrderedStep, order: str, recomputation: Recomputation | None 
     recomputation = Recomputation() if recomputation is None else recomputation
     if order in (AUTO, SUBMISSION) and step.fits:
         seconds = step.task_seconds if recomputation.handles else 0.0  # without recomputation, no other candidate is better
-        return [Candidate(step, recomputation, SUBMISSION, Forecast(0, 0, seconds, last_bytes=step.last_bytes))]
+        return [PlanCandidate(step, recomputation, SUBMISSION, Forecast(0, 0, seconds, last_bytes=step.last_bytes))]
     if order != AUTO and not step.has(order):
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(step.names())}, and auto")
     names = [order] if order != AUTO else [name for name in only if step.has(name)] or step.names()
-    candidates: list[Candidate] = []
+    candidates: list[PlanCandidate] = []
     for pool in step.pools(names):
-        candidates += [Candidate(step, recomputation, name, step.forecast(name)) for name in pool]
+        candidates += [PlanCandidate(step, recomputation, name, step.forecast(name)) for name in pool]
         if any(candidate.fits for candidate in candidates):
             break
     return candidates
 
 
-def best_of(candidates: Sequence[Candidate]) -> Candidate:
+def best_of(candidates: Sequence[PlanCandidate]) -> PlanCandidate:
     """Return the best candidate; of those with the recomputation of the first one, unless another one is clearly better."""
     best = min(candidates, key=lambda candidate: candidate.key)
     base = min((other for other in candidates if other.recomputation is candidates[0].recomputation), key=lambda candidate: candidate.key)

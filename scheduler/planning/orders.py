@@ -66,7 +66,6 @@ def named(plan: StepPlan, structure: StepStructure, name: str) -> list[int] | No
     ========================  ======================================================================================================
 
     Args:
-        plan: the step in submission order.
         structure: `structure_of` of the plan.
         name: name of the order.
 

@@ -14,7 +14,7 @@ from math import inf
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .evaluation import Candidate, evaluate
+from .evaluation import PlanCandidate, evaluate
 from .ordered_step import OrderedStep
 from .recompute import NONE, Recomputation, Values
 from .value_groups import groups_of, leading_groups, priced, values_in_blocks
@@ -36,7 +36,7 @@ class Search:
         order: name of the order that was asked for, or "auto".
     """
 
-    def __init__(self, plan: StepPlan, base: Sequence[Candidate], order: str) -> None:
+    def __init__(self, plan: StepPlan, base: Sequence[PlanCandidate], order: str) -> None:
         best = _best(base)
         self._values, self._order, self._machine = Values(plan), order, best.step.machine
         pace = self._machine.pace
@@ -47,7 +47,7 @@ class Search:
         nothing = self._leading(0)
         self._candidates = {NONE: [replace(candidate, recomputation=nothing) for candidate in base]}
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[PlanCandidate]:
         """Evaluate and return the candidates; the first ones are those without recomputation."""
         likely, most = [_best(self._candidates[NONE]).order, *LIKELY], len(self._groups)
         if most:
@@ -82,7 +82,7 @@ class Search:
         """Return the recomputation of the first groups, of the last of them for a share of its values."""
         return replace(leading_groups(self._groups, count, share), seconds_without=self._seconds_without)
 
-    def _evaluate(self, recomputation: Recomputation, orders: Sequence[str]) -> Candidate:
+    def _evaluate(self, recomputation: Recomputation, orders: Sequence[str]) -> PlanCandidate:
         """Evaluate a recomputation in some orders, if that is not done yet; return its best candidate."""
         if recomputation.name not in self._candidates:
             step = OrderedStep(recomputation.apply(self._values), self._machine)
@@ -90,5 +90,5 @@ class Search:
         return _best(self._candidates[recomputation.name])
 
 
-def _best(candidates: Sequence[Candidate]) -> Candidate:
+def _best(candidates: Sequence[PlanCandidate]) -> PlanCandidate:
     return min(candidates, key=lambda candidate: candidate.key)

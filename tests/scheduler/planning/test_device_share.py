@@ -13,7 +13,7 @@ from support.toy_steps import PAGE, toy_step, wide_step
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.planning.device_share import devices_of_tasks, order_of_all, share_of
-from scheduler.planning.evaluation import Candidate, evaluate
+from scheduler.planning.evaluation import PlanCandidate, evaluate
 from scheduler.planning.forecast import Pace, Spill
 from scheduler.planning.ordered_step import SUBMISSION, OrderedStep
 from scheduler.planning.step_structure import structure_of
@@ -33,7 +33,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that is forecast from now on, whether it is a share; and shares are searched, however few tasks there are."""
     seen: list[bool] = []
 
-    def watch(step: OrderedStep, *args: Any, **more: Any) -> list[Candidate]:
+    def watch(step: OrderedStep, *args: Any, **more: Any) -> list[PlanCandidate]:
         seen.append(step.machine.is_share)
         return evaluate(step, *args, **more)
 
