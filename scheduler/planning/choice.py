@@ -33,9 +33,6 @@ ORDERS: Final = 4
 """Largest number of orders in which the best recomputation is judged."""
 OTHERS: Final = 2
 """Largest number of other recomputations that are judged, besides none and all blocks."""
-JUDGED_FIRST: Final = ("turn:1/8", "layers", "turn:4/8", "eager-update")
-"""Orders that are judged before others of about the same cost: turns are often as fast by forecast, and the narrowest is the fastest in virtual time
-(GPT-2 XL in 20 GiB, by 1.7 %)."""
 JUDGED_TASKS: Final = 30_000
 """Number of tasks that all judged steps have together, unless they are two; judging 3,000 tasks takes a second if memory is short."""
 MOST_JUDGED: Final = 10_000
@@ -123,9 +120,9 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
 
 
 def _orders_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Return the best candidate, and the same recomputation in other orders that are about as fast, those of `JUDGED_FIRST` first."""
+    """Return the best candidate, and the same recomputation in other orders that are about as fast, likely ones first."""
     near = [each for each in candidates if each.recomputation is best.recomputation and each.fits and each.forecast.cost <= NEAR * best.forecast.cost]
-    rank = {order: number for number, order in enumerate(JUDGED_FIRST)}
+    rank = {order: number for number, order in enumerate(LIKELY)}
     return sorted(near, key=lambda each: (each is not best, rank.get(each.order, len(rank)), each.forecast.cost))[:ORDERS]
 
 

@@ -19,8 +19,9 @@ from .ordered_step import OrderedStep
 from .recompute import NONE, Recomputation, Values
 from .value_groups import groups_of, leading_groups, priced, values_in_blocks
 
-LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
-"""Orders in which recomputations are evaluated; the others are hardly ever the best."""
+LIKELY: Final = ("turn:1/8", "layers", "turn:4/8", "eager-update")
+"""Orders in which recomputations are evaluated, the likeliest first; the others are hardly ever the best. Turns are often equally fast by forecast,
+and the narrowest is then the fastest in virtual time (GPT-2 XL in 20 GiB, by 1.7 %)."""
 SHARES: Final = (0.33, 0.67)
 """Leading shares of the last group that are evaluated."""
 MANY_TASKS: Final = 20_000
