@@ -33,8 +33,9 @@ ORDERS: Final = 4
 """Largest number of orders in which the best recomputation is judged."""
 OTHERS: Final = 2
 """Largest number of other recomputations that are judged, besides none and all blocks."""
-JUDGED_TASKS: Final = 30_000
-"""Number of tasks that all judged steps have together, unless they are two; judging 3,000 tasks takes a second if memory is short."""
+JUDGED_TASKS: Final = 40_000
+"""Number of tasks that all judged steps have together; judging 3,000 tasks takes a second if memory is short. If that is fewer than four steps, two
+are judged: a third one of GPT-2 XL has never been the fastest."""
 MOST_JUDGED: Final = 10_000
 """Number of tasks above which steps are chosen by forecasts alone, those of several devices by the share of one."""
 
@@ -112,9 +113,10 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
     orders = _orders_to_judge(best, candidates) if order == AUTO else [best]
     if base.moves_nothing or (len(orders) < 2 and not _others_to_judge(best, candidates, best.order)):
         return _planned(best, candidates)
-    most = max(2, JUDGED_TASKS // len(best.step.plan.tasks))
+    most = JUDGED_TASKS // len(best.step.plan.tasks)
+    most = most if most >= ORDERS else 2
     fastest = try_all(orders[: max(2, most - 1)])  # one is for another recomputation
-    try_all(_others_to_judge(best, candidates, fastest.order)[: max(0, most - len(tried))])
+    try_all(_others_to_judge(best, candidates, fastest.order)[: most - len(tried)])
     seconds, fastest, planned = min(tried, key=lambda row: row[0])
     return _planned(best, candidates) if seconds == inf else _planned(fastest, candidates, planned, seconds)
 
