@@ -296,10 +296,9 @@ class Runtime(RecordingRuntime):
         return Step(self._executor, self.clone_record, self._acquire_record)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
-        """Return lower bounds in seconds on the time of any schedule of a step on this machine, by name of the bound (`planning.bounds`).
+        """Return lower bounds in seconds on the time of any schedule of a planned step on this machine, by name of the bound (`planning.bounds`).
 
         Args:
-            plan: the step in its planned order.
             seconds: duration of each task, by its position in the planned order.
         """
         machine = planning_machine(self._executor.machine, self._executor.models)
