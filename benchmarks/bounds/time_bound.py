@@ -166,10 +166,10 @@ class TimedStep:
         numbers: dict[tuple[tuple[int, ...], bool], int] = {}
         tasks: list[list[RecordedTask]] = []
         for value in self._values.values():
-            if numbers.setdefault(_production(value), len(tasks)) == len(tasks):
-                tasks.append(values.tasks(value))
+            if numbers.setdefault(_production(value, plan), len(tasks)) == len(tasks):
+                tasks.append(value.tasks)
         whole = {at: number for (production, is_tail), number in numbers.items() if not is_tail for at in production}
-        self._makers = {handle: _numbers_of(value, numbers, whole) for handle, value in self._values.items()}
+        self._makers = {handle: _numbers_of(value, _production(value, plan), numbers, whole) for handle, value in self._values.items()}
         known = seconds(StepPlan([task for each in tasks for task in each], plan.owned))
         self._productions = [sum(known[task] for task in each) for each in tasks]
 
@@ -193,14 +193,16 @@ class TimedStep:
         return least_seconds(trace_of(self.plan, order), capacity, StepCost(self.tasks, load, store, remade, self._productions, self._duplex))
 
 
-def _production(value: Value) -> tuple[tuple[int, ...], bool]:
-    """Return the key of a value's production; equal keys mean the same production."""
-    return value.production, value.tail is not None
+def _production(value: Value, plan: StepPlan) -> tuple[tuple[int, ...], bool]:
+    """Return the key of a value's production, and whether it is the tail of a task; equal keys mean the same production."""
+    return value.production, value.tasks[0] is not plan.tasks[value.production[0]]
 
 
-def _numbers_of(value: Value, numbers: Mapping[tuple[tuple[int, ...], bool], int], whole: Mapping[int, int]) -> tuple[int, ...]:
+def _numbers_of(
+    value: Value, key: tuple[tuple[int, ...], bool], numbers: Mapping[tuple[tuple[int, ...], bool], int], whole: Mapping[int, int]
+) -> tuple[int, ...]:
     """Return the productions that compute a value: its own, and that of other results of the same task."""
-    own = numbers[_production(value)]
+    own = numbers[key]
     return tuple(dict.fromkeys([own, whole.get(value.production[0], own)]))
 
 

@@ -1,9 +1,8 @@
 from .fit_advice import more_memory
 from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, order_or_needs, thriftiest_needs, untouched
-from .minibatch import choose_minibatch
 from .needs import Needs, shortage
-from .simulate import plan_run, plan_step, with_few_tasks
-from .updater import told_updater
+from .run_candidates import choose_minibatch, told_updater, with_few_tasks
+from .simulate import plan_run, plan_step
 from .value_figures import HEAD, cells, headline, order_figures, value_lines
 
 __all__ = [

@@ -132,29 +132,24 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     A long step is estimated from three minibatches: each further minibatch adds as many bytes as the third.
     """
     count = run.step.num_minibatches
-    looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
+    is_long = count > 3 and TASKS_PER_WORK * count * work_of(run) > MOST_WHOLE
 
-    def look(num_minibatches: int, how: RunConfig) -> Needs:
+    def needs_of(how: RunConfig, num_minibatches: int) -> Needs:
         step = capture(run, num_minibatches)
-        return least_needs(step.plan, how, target, quick=looked_at == count, reading=step.reading)
+        return least_needs(step.plan, how, target, quick=not is_long, reading=step.reading)
 
     def estimated(how: RunConfig) -> Needs:
-        needs = look(looked_at, how)
-        if looked_at == count:
-            return needs
-        two = look(2, how)
-        return replace(
-            needs,
-            total=needs.total + (count - 3) * (needs.total - two.total),
-            passive=needs.passive + (count - 3) * (needs.passive - two.passive),
-        )
+        if not is_long:
+            return needs_of(how, count)
+        two, three = needs_of(how, 2), needs_of(how, 3)
+        total, passive = (last + (count - 3) * (last - before) for before, last in ((two.total, three.total), (two.passive, three.passive)))
+        return replace(three, total=total, passive=passive)
 
-    if looked_at < count and run.step.order == AUTO:  # the plain order first, since that is quick; both estimates need the same order
+    if is_long and run.step.order == AUTO:  # the plain order first, since that is quick; both estimates need the same order
         needs = estimated(run.in_order(SUBMISSION))
         if needs.fits_last(target):
             return needs.short(target)
-    needs = estimated(run)
-    return needs.short(target)
+    return estimated(run).short(target)
 
 
 def with_free_order(run: RunConfig) -> RunConfig:
@@ -193,20 +188,9 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
         changed, flag, task, nbytes = min(halves, key=lambda half: half[-1])
         flags[flag] = getattr(changed.model.tiling, flag)
         if nbytes <= target.largest_node_nbytes:
-            besides = _raised(target, _short_like(needs, with_free_order(changed), target))
+            besides = _raised(target, _short(with_free_order(changed), target))
             return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")
     return ""
-
-
-def _short_like(needs: Needs, run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
-    """Return the nodes that are too small for a changed step, as `_short` does.
-
-    If the last tier is too small for the step that it was changed from, the bytes that this one needs are tried first, which is quick.
-    """
-    last = dict(needs.short(target)).get(target.last)
-    if last is not None and not _short(run, target.enlarged({target.last: last})):
-        return [(target.last, last)]
-    return _short(run, target)
 
 
 def _halved(run: RunConfig, flag: str) -> RunConfig | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Final
 
 from scheduler import CapturingRuntime, Codelet
@@ -93,7 +94,7 @@ def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[Mach
         changes: function from a machine and the needs of the step to changes that would make it fit.
 
     Raises:
-        DoesNotFit, UsageError: the step does not fit or has no such order, as for `updater.choose_updater`.
+        DoesNotFit, UsageError: the step does not fit or has no such order, as for `run_candidates.planned_run`.
     """
     check_budgets(run.machine)
     target = this_machine(run.machine)
@@ -124,13 +125,15 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     if (num_tasks := TASKS_PER_WORK * count * work_of(run)) > MOST_TASKS:
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {length:,} "
-            "tokens in these tiles; lower --batch or enlarge the tiles"
+            "tokens in these tiles",
+            "lower --batch or enlarge the tiles",
         )
     if (num_tiles := _tiles_of_positions(run)) > MOST_TASKS:
         config = run.model.config
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tiles:,}: one for each tile of a table of {config.n_positions:,} "
-            f"positions; lower {config.positions_key} in the config or enlarge the tiles"
+            "positions",
+            f"lower {config.positions_key} in the config or enlarge the tiles",
         )
     _LOG.info("capturing a step of %d minibatches", count)
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus, aside=run.machine.aside)
@@ -169,17 +172,16 @@ def _start(run: RunConfig) -> ModelDirectory | None:
     return start if is_same else None
 
 
-def needs_of(plan: StepPlan, *, minimal: bool = False, reading: int = 0) -> Needs:
+def needs_of(plan: StepPlan, *, reading: int = 0) -> Needs:
     """Return the needs of a step in the order of the plan.
 
     Args:
-        minimal: whether to use the order with the least needs instead (`scheduler.planning.least_last_bytes`).
         reading: bytes of host memory for file readers.
     """
     tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
     largest, _ = largest_task(plan)
     persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
-    total, passive = least_last_bytes(plan) if minimal else (last_tier_bytes(plan, computes=computes) for computes in (True, False))
+    total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
     least = next((_touched(each) for each in sorted(tasks, key=_touched) if _computes(each)), 0)
     return Needs(task, tile, total, passive, persistent, largest, least, reading, plan.largest_task(aside=True))
@@ -190,34 +192,31 @@ def least_needs(
 ) -> Needs:
     """Return the needs of the step in the order that a run would choose.
 
-    With little memory, that may be the submission order or one with smaller needs, with recomputation.
-
     Args:
         order: order of the run, if it is known.
         quick: whether to stop as soon as the last tier holds a step.
         reading: bytes of host memory for file readers.
     """
     name = run.step.order
-    if name not in (AUTO, SUBMISSION):
-        return needs_of((order or _ordered(plan, run, target)).plan, reading=reading)
-    as_submitted = needs_of(plan, reading=reading)
-    if name != AUTO or (quick and as_submitted.fits_last(target)):
-        return as_submitted
-    least = thriftiest_needs(plan, target, run.step.recompute, quick=quick, reading=reading)
-    return min(as_submitted, least, key=lambda needs: needs.last(target))
+    if name == AUTO:
+        return thriftiest_needs(plan, target, run.step.recompute, quick=quick, reading=reading)
+    return needs_of(plan if name == SUBMISSION else (order or _ordered(plan, run, target)).plan, reading=reading)
 
 
 def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, quick: bool = False, reading: int = 0) -> Needs:
     """Return the needs of the step in the order with the least needs, with the largest recomputation if the planner may choose it.
 
+    Only the needs of the last tier depend on the order and on the recomputation.
+
     Args:
-        quick: whether to return the first needs that the last tier satisfies.
+        quick: whether to return the first needs that the last tier satisfies, of which the submission order's come first.
     """
-    least = needs_of(plan, minimal=True, reading=reading)
-    for recomputing in most_again(plan) if recompute == AUTO else ():
+    least = needs_of(plan, reading=reading)
+    for candidate in chain([plan], most_again(plan) if recompute == AUTO else ()):
         if quick and least.fits_last(target):
             break
-        least = min(least, needs_of(recomputing, minimal=True, reading=reading), key=lambda needs: needs.last(target))
+        total, passive = least_last_bytes(candidate)
+        least = min(least, replace(least, total=total, passive=passive), key=lambda needs: needs.last(target))
     return least
 
 
@@ -281,16 +280,16 @@ def _ordered(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedO
 
 def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -> tuple[PlannedOrder, Needs | None]:
     """Return the order that a run would choose. If none fits, return the submission order, without a search, and the least needs of the step."""
-    if run.step.order in (AUTO, SUBMISSION):
-        needs = least_needs(step.plan, run, target, quick=True, reading=step.reading)
-        if not needs.fit(target):
-            if needs.fits_last(target):  # a quick result has no least needs of the last tier
-                needs = least_needs(step.plan, run, target, reading=step.reading)
-            return PlannedOrder(SUBMISSION, step.plan, {}, num_tasks=len(step.plan.tasks)), needs
-        return choose_order(step, run, target.without(step.reading)), None
-    order = choose_order(step, run, target.without(step.reading))
+    is_given = run.step.order not in (AUTO, SUBMISSION)
+    order = choose_order(step, run, target.without(step.reading)) if is_given else None
     needs = least_needs(step.plan, run, target, order, quick=True, reading=step.reading)
-    return order, None if needs.fit(target) else needs
+    if needs.fit(target):
+        return order or choose_order(step, run, target.without(step.reading)), None
+    if order is None:
+        if needs.fits_last(target):  # a quick result has no least needs of the last tier
+            needs = least_needs(step.plan, run, target, reading=step.reading)
+        order = PlannedOrder(SUBMISSION, step.plan, {}, num_tasks=len(step.plan.tasks))
+    return order, needs
 
 
 def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE, judge: Judge | None = None) -> PlannedOrder:

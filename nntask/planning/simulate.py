@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -20,15 +21,12 @@ from scheduler.simulation import Simulation
 
 from ..adapters.lora import largest_rank
 from ..architecture.family_config import ModelConfig
-from ..config.imaginary import BOUNDLESS, format_devices
 from ..config.machine import devices_of
 from ..config.objective import image_shape
 from ..config.resolution import resolve
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
-from ..config.tile_sizes import retiled
-from ..errors import DoesNotFit
-from ..hardware.imaginary import COARSE_SHARE, LARGEST_SHARE, coarse_tiling
+from ..hardware.imaginary import coarse_tiling
 from ..hardware.machine_model import MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..models.registry import family_of
@@ -36,10 +34,8 @@ from ..telemetry.explain import matching
 from ..tiling.model_tiling import default_tiling
 from .fit_advice import advice, with_free_order
 from .memory_fit import (
-    MOST_TASKS,
     CapturedStep,
     capture,
-    has_too_many_tasks,
     least_needs,
     most_tiles,
     no_collections,
@@ -47,7 +43,7 @@ from .memory_fit import (
     work_of,
 )
 from .needs import Needs, shortage
-from .updater import plan_updater
+from .run_candidates import best_updater, with_few_tasks
 from .value_figures import order_figures
 from .virtual_replay import replay
 
@@ -87,7 +83,7 @@ def plan_run(
         run = with_few_tasks(asked, target)
     anew = (lambda larger: with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
-        chosen = plan_updater(run, target)
+        chosen = best_updater(run, target)
         run, target = chosen.run, chosen.target
         figures = plan_step(
             chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order, chosen.needs
@@ -141,40 +137,6 @@ def plan_step(
     return figures
 
 
-def with_few_tasks(run: RunConfig, target: MachineModel, flag: str = "--devices") -> RunConfig:
-    """Return the run in coarse tiles for the memory of imaginary devices, in larger ones if its step would be refused for its number of tasks.
-
-    Args:
-        flag: flag that gives the devices.
-
-    Raises:
-        DoesNotFit: the step has too many tasks even in the largest tiles for such devices; the message names devices for which it has fewer.
-    """
-    factor = 1
-    while factor * LARGEST_SHARE <= COARSE_SHARE:
-        coarse = _in_coarse_tiles(run, target, factor)
-        if not has_too_many_tasks(coarse):
-            return coarse
-        factor *= 2
-    enough = target.largest_node_nbytes
-    while enough <= BOUNDLESS:
-        enough *= 2
-        larger = target.enlarged(dict.fromkeys(target.compute_nodes, enough))
-        if target.rates is not None and not has_too_many_tasks(_in_coarse_tiles(run, larger)):
-            flops = target.rates["sim"].flops
-            raise DoesNotFit(
-                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step",
-                f"plan for larger ones, such as {flag} {format_devices(target.num_devices, enough, flops).removeprefix('1x')}, or lower --batch",
-                shortage=scheduler.Shortage("step", target.nodes[target.compute_nodes[0]][0], enough, target.largest_node_nbytes),
-            )
-    return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `capture` says so
-
-
-def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> RunConfig:
-    """Return the run in coarse tiles, except for the sizes that flags give."""
-    return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
-
-
 def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, scheduler.Shortage | None]:
     """Return the costs of the step, with the memory of file readers, or why it cannot run, in words and in numbers."""
     if not needs.fit(target):
@@ -182,9 +144,11 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
         return None, lack.fact, lack
     target = target.without(needs.reading)
     try:
-        simulation = replay(order.plan, target, run.machine.scheduling)
+        replayed = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
         return None, error.fact, error.shortage
+    classes = {node: dict(by_class) for node, by_class in replayed.peak_bytes_by_class.items()}
+    simulation = replace(replayed, peak_bytes=dict(replayed.peak_bytes), peak_bytes_by_class=classes)
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there

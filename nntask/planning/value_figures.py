@@ -23,7 +23,7 @@ HEAD: Final = ("value", "layers", "bytes", "recomputed", "moved", "kept", "s to 
 
 def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
     """Return the order of a step, its recomputation, and the forecasts by which both were chosen."""
-    without = None if order.recomputation is None else order.recomputation.seconds_without
+    without = order.recomputation.seconds_without
     return {
         "order": order.name,
         "order_is_given": run.step.order != AUTO,
@@ -39,12 +39,12 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
 
 def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any]]:
     """Yield the decision about each group of values that could be recomputed, and the costs of the alternatives; nothing if there was no choice."""
-    if order.recomputation is None or not order.forecasts:
+    if not order.forecasts:
         return
     pace = pace_on(order.plan, target)
     gone = {handle for handle, use in order.plan.uses.items() if use.leaves}
     for group in order.recomputation.groups:
-        again = order.recomputation.again(group)
+        again = [handle for handle in group.leading(1.0) if handle in order.recomputation.handles]
         others = set(group.leading(1.0)).difference(again)
         yield {
             "name": group.name,

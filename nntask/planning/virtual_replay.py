@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from math import inf
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from scheduler import DoesNotFit
 from scheduler.machine import StepPlan
@@ -14,6 +15,8 @@ from ..hardware.machine_model import MachineModel, durations
 from ..hardware.machine_spec import Scheduling
 
 _LOG: Final = logging.getLogger(__name__)
+_KNOWN: Final = WeakKeyDictionary[StepPlan, tuple[MachineModel, Scheduling, Simulation]]()
+"""Latest replay of each plan: a plan that was judged is not replayed again for its costs."""
 
 FEW_TASKS: Final = 3000
 """Largest number of tasks of a step that is replayed twice although memory is short, since virtual time is slow then. In host memory the second
@@ -35,10 +38,12 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
     """
+    if plan in _KNOWN and _KNOWN[plan][:2] == (target, how):
+        return _KNOWN[plan][2]
     _LOG.info("running %d tasks in virtual time", len(plan.tasks))
     is_short, has_devices = plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
     once = is_short and len(plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
-    return simulate(
+    simulation = simulate(
         plan,
         workers=target.workers,
         nodes=target.nodes,
@@ -53,6 +58,8 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
         ahead=not once,
         aside=target.aside,
     )
+    _KNOWN[plan] = target, how, simulation
+    return simulation
 
 
 def replay_seconds(plan: StepPlan, target: MachineModel, how: Scheduling) -> float:

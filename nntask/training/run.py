@@ -27,7 +27,7 @@ from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error
 from ..inference.samples import sample_text
 from ..planning.memory_fit import capture, fitting_order
-from ..planning.updater import Updater, choose_updater
+from ..planning.run_candidates import Updater, planned_run
 from ..planning.value_figures import headline, order_figures, value_lines
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
@@ -100,7 +100,7 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
     foreseen = None
     if cluster is None:
         warn_of_disk(run.machine.disk)
-        chosen = choose_updater(run)
+        chosen = planned_run(run)
         run, step, order = chosen.run, chosen.step, chosen.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu)
         explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})

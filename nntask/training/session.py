@@ -33,7 +33,7 @@ from ..inference.samples import sample_prompt
 from ..io.units import format_size
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
-from ..planning.updater import Updater, told_updater
+from ..planning.run_candidates import Updater, told_updater
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
 from .run_directory import CONFIG, computing_versions, write_file, write_plan
@@ -209,7 +209,7 @@ def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update:
     """Return the lines about a model of tiles.
 
     Args:
-        by_update: forecast seconds of a step under each updater, as in `ChosenUpdater`.
+        by_update: forecast seconds of a step under each updater, as in `PlannedRun`.
     """
     config, cut, settings = run.model.config, run.model.tiling, run.settings
     lines = [
@@ -252,8 +252,8 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
             + (f"; in virtual time it takes {order.judged_seconds:.3g} s" if order.judged_seconds else "")
         )
-        if order.recomputation is not None and order.recompute != NONE:
-            without = order.recomputation.seconds_without
+        without = order.recomputation.seconds_without
+        if order.recompute != NONE and without is not None:
             cost = "the step would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
             say(f"recomputed instead of kept: {order.recompute}; without, {cost}")
     resumed = run.start.resumed

@@ -15,7 +15,7 @@ from ..core.records import HandleRecord, Mode, R, Replay
 from ..core.step_plan import Clone, StepPlan
 from ..execution.executor import Executor
 from ..execution.waiting import Waiter
-from ..planning.planned_order import PlannedOrder
+from ..planning.evaluation import PlannedOrder
 from .recording import RecordingError
 from .task_runtime import Handle
 

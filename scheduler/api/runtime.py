@@ -30,8 +30,8 @@ from ..execution.executor import Executor
 from ..execution.trace import Trace
 from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds
-from ..planning.machine_pace import reach_of
-from ..planning.planned_order import PlannedOrder
+from ..planning.evaluation import PlannedOrder
+from ..planning.machine_pace import planning_machine
 from ..planning.recompute import NONE
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
@@ -296,14 +296,14 @@ class Runtime(RecordingRuntime):
         return Step(self._executor, self.clone_record, self._acquire_record)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
-        """Return lower bounds in seconds on the time of any schedule of a step on this machine, by name of the bound (`planning.bounds`).
+        """Return lower bounds in seconds on the time of any schedule of a planned step on this machine, by name of the bound (`planning.bounds`).
 
         Args:
-            plan: the step in its planned order.
             seconds: duration of each task, by its position in the planned order.
         """
-        reach = reach_of(self._executor.machine, self._executor.models)
-        return lower_bounds(plan, seconds, num_workers=len(self.worker_names), memory=reach.memory, pace=reach.pace(plan))
+        machine = planning_machine(self._executor.machine, self._executor.models)
+        assert machine.pace is not None  # models are known
+        return lower_bounds(plan, seconds, num_workers=len(self.worker_names), memory=machine.memory, pace=machine.pace(plan))
 
     @property
     def tier_failure(self) -> TierFailed | None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..core.records import RAM, DataClass, HandleRecord, Kind, NodeId
+from ..core.records import DataClass, HandleRecord, Kind, NodeId
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
 from ..fusion.fused_tasks import ScratchView
 from ..fusion.group_fusion import fuse_groups_if_they_fit
 from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
-from ..planning.machine_pace import reach_of
-from ..planning.ordered_step import PlanningMachine
-from ..planning.planned_order import PlannedOrder
+from ..planning.evaluation import PlannedOrder
+from ..planning.machine_pace import planning_machine
 from .recording import RecordingError
 from .task_runtime import View
 
@@ -27,12 +26,8 @@ def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str) ->
     Raises:
         RecordingError: the step has no order of that name, or no results to recompute by such an operation.
     """
-    machine = executor.machine
-    reach = reach_of(machine, executor.models)
     try:
-        num_devices = len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1
-        on = PlanningMachine(reach.memory, _last_bytes(executor), machine.computes_on_last, num_devices, reach.pace)
-        return choose_plan(plan, order, recompute, on)
+        return choose_plan(plan, order, recompute, planning_machine(executor.machine, executor.models))
     except ValueError as error:
         raise RecordingError(str(error)) from error
 
@@ -45,7 +40,7 @@ def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, g
         graphs: whether neighbouring GPU tasks are fused.
         groups: argument of `Runtime.record`.
     """
-    machine = executor.machine
+    machine, nodes = planning_machine(executor.machine, executor.models), executor.machine.memory
     if executor.trace is not None or executor.watch.callback is not None:  # both observe single tasks
         return planned
 
@@ -54,16 +49,9 @@ def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, g
         return record(nbytes, view, f"inner {data_class}", "temporary", data_class)
 
     if graphs:
-        nodes = machine.memory
         devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
-        return fuse_if_it_fits(planned, devices, _last_bytes(executor), create, computes_on_last=machine.computes_on_last)
-    kinds = [worker.kind for worker in machine.workers]
+        return fuse_if_it_fits(planned, devices, machine.last, create, computes_on_last=machine.computes_on_last)
+    kinds = [worker.kind for worker in executor.machine.workers]
     if groups and all(kind == "cpu" for kind in kinds):
-        return fuse_groups_if_they_fit(planned, len(kinds), reach_of(machine, executor.models).memory, create)
+        return fuse_groups_if_they_fit(planned, len(kinds), machine.memory, create)
     return planned
-
-
-def _last_bytes(executor: Executor) -> int:
-    """Return the bytes of the last tier, without the buffers of file readers."""
-    nodes = executor.machine.memory
-    return nodes.budget(nodes.last) - (nodes.readers_bytes if nodes.last == RAM else 0)

@@ -249,15 +249,18 @@ class StepPlan:
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
-            positions = use.positions if ranks is None else [ranks[position] for position in use.positions]
-            if self._is_scratch(handle) or self.stays_in_file(handle):
-                for position, rank in zip(use.positions, positions, strict=True) if scratch or self.has_aside else ():
+            if use.first_writer is None and (not use.readers or FILE in handle.replicas):  # scratch, or data that stays in its file
+                for position in use.positions if scratch or self.has_aside else ():
                     if scratch or self.aside[position]:
+                        rank = position if ranks is None else ranks[position]
                         change[rank] += handle.size
                         change[rank + 1] -= handle.size
             elif self.owned.get(handle) is False:
-                change[min(positions)] += handle.size
-                change[max(positions) + 1] -= handle.size
+                first, last = use.positions[0], use.positions[-1]
+                if ranks is not None:
+                    first, last = min(map(ranks.__getitem__, use.positions)), max(map(ranks.__getitem__, use.positions))
+                change[first] += handle.size
+                change[last + 1] -= handle.size
         return list(accumulate(change[:-1]))
 
     def _is_scratch(self, handle: HandleRecord) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from ..core.records import ANY, HandleRecord, R
 from ..core.step_plan import StepPlan
+from ..planning.evaluation import PlannedOrder
 from ..planning.ordered_step import last_tier_bytes
-from ..planning.planned_order import PlannedOrder
 from .fused_tasks import Make, join
 from .task_groups import TaskGroup, grouped
 

@@ -21,8 +21,8 @@ from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
 from ..planning.device_share import largest_device_bytes
+from ..planning.evaluation import PlannedOrder
 from ..planning.ordered_step import last_tier_bytes
-from ..planning.planned_order import PlannedOrder
 from .fused_tasks import Arrange, Make, ScratchView, by_size, join, merged, packed
 
 LOOK_BACK: Final = 8

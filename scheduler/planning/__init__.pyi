@@ -1,14 +1,13 @@
 from .bounds import lower_bounds
 from .choice import choose_plan
 from .device_share import largest_device_bytes
-from .evaluation import AUTO
+from .evaluation import PlannedOrder
 from .forecast import Pace
-from .machine_pace import pace_of
-from .ordered_step import SUBMISSION, Judge, PlanningMachine, last_tier_bytes, least_last_bytes
+from .machine_pace import Judge, PlanningMachine, pace_of
+from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
 from .orders import candidates
-from .planned_order import PlannedOrder
 from .recompute import BLOCK, NONE, Value, Values
-from .value_groups import as_asked, most_again, what_is_asked
+from .value_groups import AUTO, as_asked, most_again, what_is_asked
 
 __all__ = [
     "AUTO",

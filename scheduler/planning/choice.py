@@ -1,8 +1,9 @@
 """The choice of a plan: what a recorded step recomputes, and its order.
 
 Candidates are evaluated by forecasts of the whole step (`evaluation`), so recomputation, orders, devices, files and the disk are compared together.
-Of the best few, virtual time decides (`finalists`). For a step of many tasks on equal devices, the share of one device is searched, and all devices
-get what is chosen for it (`device_share`).
+A forecast takes all workers as one and all links as two. Steps that it finds about equally fast may differ by 6 % when the machine's own rules decide
+about fetches and write-backs. Virtual time runs these rules, and takes ten times as long, so it judges the few finalists. For a step of many tasks on
+equal devices, the share of one device is searched, and all devices get what is chosen for it (`device_share`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from ..core.step_plan import StepPlan
-from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
-from .evaluation import AUTO, PlanCandidate, best_of, evaluate
-from .finalists import JUDGED_TASKS, MOST_JUDGED, orders_to_judge, others_to_judge
+from .device_share import devices_of_tasks, order_of_all, share_of
+from .evaluation import PlanCandidate, PlannedOrder, best_of, evaluate
 from .forecast import Pace
-from .ordered_step import OrderedStep, PlanningMachine, last_tier_bytes
-from .planned_order import PlannedOrder, planned_order
-from .recompute import NONE, Recomputation, Values
-from .search import LIKELY, Search, shown_forecasts
+from .machine_pace import PlanningMachine
+from .ordered_step import SUBMISSION, OrderedStep, last_tier_bytes
+from .recompute import BLOCK, NONE, Recomputation, Values
+from .search import LIKELY, Search
 from .step_structure import structure_of
-from .value_groups import all_groups, as_asked, values_in_blocks
+from .value_groups import AUTO, all_groups, as_asked, asked_recomputation
+
+NEAR: Final = 1.1
+"""Ratio of costs to that of the best above which a step is not judged."""
+PLAIN: Final = 1.2
+"""Further ratio up to which a step is judged that a program could ask for by a word, with no or all blocks recomputed. Forecasts without
+recomputation are up to 23 % too long, and "auto" must not be slower than "none" or "block"."""
+ORDERS: Final = 4
+"""Largest number of orders in which the best recomputation is judged."""
+OTHERS: Final = 2
+"""Largest number of other recomputations that are judged, besides none and all blocks."""
+JUDGED_TASKS: Final = 40_000
+"""Number of tasks that all judged steps have together; judging 3,000 tasks takes a second if memory is short. If that is fewer than four steps, two
+are judged: a third one of GPT-2 XL has never been the fastest."""
+MOST_JUDGED: Final = 10_000
+"""Number of tasks above which steps are chosen by forecasts alone, those of several devices by the share of one."""
 
 
 def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMachine) -> PlannedOrder:
@@ -40,66 +56,98 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
         ValueError: the step has no order of that name, or no results of such an operation that could be recomputed.
     """
     is_long = len(plan.tasks) > MOST_JUDGED
-    if recompute == AUTO and machine.num_devices > 1 and is_long and (planned := _planned_by_share(plan, order, machine)) is not None:
+    if order == recompute == AUTO and machine.num_devices > 1 and is_long and (planned := _planned_by_share(plan, machine)) is not None:
         return planned
-    machine = replace(machine, judge=None) if is_long else machine
-    step = OrderedStep(as_asked(plan, recompute), machine)
-    candidates = _searched(plan, step, order) if recompute == AUTO else [evaluate(step, order, recompute=recompute)]
-    base, best = candidates[0], candidates[-1]
-    chosen = planned_order(best, best.order, shown_forecasts(base, best))
-    return chosen if base.moves_nothing else _judged(chosen, best, candidates, order)
+    step = OrderedStep(as_asked(plan, recompute), replace(machine, judge=None) if is_long else machine)
+    candidates = _searched(plan, step, order) if recompute == AUTO else evaluate(step, order, Recomputation(recompute))
+    best = best_of(candidates)
+    return _judged(best, candidates, order) if step.machine.judge is not None else _planned(best, candidates)
 
 
 def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandidate]:
-    """Return candidates for a step: the first without recomputation, and the last the best, in the best of all orders.
+    """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in all orders.
 
     Recomputations are compared in likely orders. None is searched if it could not make the step faster.
     """
-    candidates = [evaluate(step, order, only=() if step.plan.partitions else LIKELY)]
-    if not (candidates[0].moves_nothing or candidates[0].is_bound_by_tasks):
-        candidates = Search(plan, candidates[0], order).candidates()
+    candidates = evaluate(step, order, only=() if step.plan.partitions else (SUBMISSION, *LIKELY))
+    base = best_of(candidates)
+    if not (base.moves_nothing or base.is_bound_by_tasks):
+        candidates = Search(plan, candidates, order).candidates()
     best = best_of(candidates)
-    return [*candidates, evaluate(best.step, order, recompute=best.recompute, recomputation=best.recomputation)]
+    in_all = evaluate(best.step, order, best.recomputation)
+    others = [candidate for candidate in candidates if candidate.recomputation is not best.recomputation]
+    return [*in_all, *others] if best.recomputation is candidates[0].recomputation else [*others, *in_all]
 
 
-def _judged(chosen: PlannedOrder, best: PlanCandidate, candidates: list[PlanCandidate], order: str) -> PlannedOrder:
-    """Return the fastest of a planned step and the finalists, by the judge of the machine; the first if the judge finds that none fits.
+def _planned(best: PlanCandidate, candidates: Sequence[PlanCandidate], plan: StepPlan | None = None, seconds: float = 0.0) -> PlannedOrder:
+    """Return the planned step of a candidate.
 
     Args:
-        best: the candidate of the planned step.
-        candidates: all candidates, the first without recomputation.
-        order: name of the order that was asked for, or "auto".
+        candidates: all candidates, the first ones without recomputation.
+        plan: the planned step, if it is known.
+        seconds: its seconds in virtual time, if they are known.
     """
-    judge, orders = best.step.machine.judge, orders_to_judge(best) if order == AUTO else [chosen.name]
-    if judge is None or not chosen.forecasts or (len(orders) < 2 and not others_to_judge(best, candidates, chosen.name)):
-        return chosen
-    fastest, least = chosen, inf
-
-    def try_all(rows: Sequence[tuple[PlanCandidate, str]]) -> None:
-        nonlocal fastest, least
-        for candidate, name in rows:
-            is_chosen = candidate is best and name == chosen.name
-            planned = chosen if is_chosen else planned_order(candidate, name, shown_forecasts(candidates[0], candidate))
-            if (seconds := judge(planned.plan)) < least:
-                fastest, least = planned, seconds
-
-    most = max(2, JUDGED_TASKS // chosen.num_tasks)
-    try_all([(best, name) for name in orders[:most]])
-    try_all(others_to_judge(best, candidates, fastest.name)[: max(0, most - len(orders))])
-    return chosen if least == inf else replace(fastest, judged_seconds=least)
+    base, forecasts = candidates[0], {}
+    if base.order != SUBMISSION or not base.step.fits:
+        forecasts = {SUBMISSION: (base if base.step.machine.is_share else best).step.forecast(SUBMISSION)}
+        forecasts |= {each.order: each.forecast for each in candidates if each.recomputation is best.recomputation}
+    plan = best.step.planned(best.order) if plan is None else plan
+    return PlannedOrder(best.order, plan, forecasts, len(best.step.plan.tasks), best.recomputation, best.forecast.last_bytes, seconds)
 
 
-def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
+def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str) -> PlannedOrder:
+    """Return the fastest of the finalists by the judge of the machine; the best by forecast if it is alone, or if the judge finds that none fits.
+
+    First the best recomputation is judged in several orders, then other recomputations in the fastest of these.
+    """
+    judge, tried = best.step.machine.judge, list[tuple[float, PlanCandidate, StepPlan]]()
+    assert judge is not None  # the caller knows one
+
+    def try_all(finalists: Sequence[PlanCandidate]) -> PlanCandidate:
+        for candidate in finalists:
+            planned = candidate.step.planned(candidate.order)
+            tried.append((judge(planned), candidate, planned))
+        return min(tried, key=lambda row: row[0])[1]
+
+    base = best_of([candidate for candidate in candidates if candidate.recomputation is candidates[0].recomputation])
+    orders = _orders_to_judge(best, candidates) if order == AUTO else [best]
+    if base.moves_nothing or (len(orders) < 2 and not _others_to_judge(best, candidates, best.order)):
+        return _planned(best, candidates)
+    most = JUDGED_TASKS // len(best.step.plan.tasks)
+    most = most if most >= ORDERS else 2
+    fastest = try_all(orders[: max(2, most - 1)])  # one is for another recomputation
+    try_all(_others_to_judge(best, candidates, fastest.order)[: most - len(tried)])
+    seconds, fastest, planned = min(tried, key=lambda row: row[0])
+    return _planned(best, candidates) if seconds == inf else _planned(fastest, candidates, planned, seconds)
+
+
+def _orders_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Return the best candidate, and the same recomputation in other orders that are about as fast, likely ones first."""
+    near = [each for each in candidates if each.recomputation is best.recomputation and each.fits and each.forecast.cost <= NEAR * best.forecast.cost]
+    rank = {order: number for number, order in enumerate(LIKELY)}
+    return sorted(near, key=lambda each: (each is not best, rank.get(each.order, len(rank)), each.forecast.cost))[:ORDERS]
+
+
+def _others_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str) -> list[PlanCandidate]:
+    """Return other recomputations that are forecast to be about as fast as the best, each in `order`, or else in its own best order."""
+    others: dict[str, list[PlanCandidate]] = {}
+    for candidate in sorted(candidates, key=lambda each: (each.recomputation.name not in (NONE, BLOCK), each.forecast.cost)):
+        limit = NEAR * PLAIN if candidate.recomputation.name in (NONE, BLOCK) else NEAR
+        if candidate.recomputation.name != best.recomputation.name and candidate.fits and candidate.forecast.cost <= limit * best.forecast.cost:
+            others.setdefault(candidate.recomputation.name, []).append(candidate)
+    most = OTHERS + sum(name in others for name in (NONE, BLOCK))
+    return [next((each for each in rows if each.order == order), rows[0]) for rows in [*others.values()][:most]]
+
+
+def _planned_by_share(plan: StepPlan, machine: PlanningMachine) -> PlannedOrder | None:
     """Plan a step on equal devices by the share of one, whose forecasts are within 1 % of those of all if tasks are many.
 
     Returns:
         None if the devices cannot share the step like that, if everything fits, or if the tiers below the devices may be short.
     """
-    one_order, structure, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), structure_of(plan), machine.pace
-    devices, below = devices_of_tasks(plan, structure, machine.num_devices), last_tier_bytes(plan, computes=False)
-    if one_order is None or not devices or pace is None or below > machine.last:
-        return None
-    if plan.has_aside and device_bytes(plan.divided(devices), machine.num_devices) <= machine.memory:  # everything fits
+    structure, pace, below = structure_of(plan), machine.pace, last_tier_bytes(plan, computes=False)
+    devices = devices_of_tasks(plan, structure, machine.num_devices)
+    if not devices or pace is None or below > machine.last:
         return None
 
     def pace_of_one(planned: StepPlan) -> Pace:
@@ -109,30 +157,24 @@ def _planned_by_share(plan: StepPlan, order: str, machine: PlanningMachine) -> P
     one = OrderedStep(share, replace(machine, pace=pace_of_one, judge=None, is_share=True))
     if one.fits or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
         return None
-    base, *_, best = _searched(share, one, one_order)
-    values = Values(plan)
-    recomputation = _recomputation_of_all(best, values)
+    candidates = _searched(share, one, AUTO)
+    best, values = best_of(candidates), Values(plan)
+    recomputation = _recomputation_of_all(best.recomputation, values)
     if recomputation is None:
         return None
     step = OrderedStep(plan, machine, structure) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
-    candidate = evaluate(step, order_of_all(best.order, machine.num_devices), recompute=recomputation.name, recomputation=recomputation, compared=())
-    planned = planned_order(candidate, candidate.order, shown_forecasts(base, candidate))
-    return planned if planned.last_bytes <= machine.last else None
+    (candidate,) = evaluate(step, order_of_all(best.order, machine.num_devices), recomputation)
+    return _planned(candidate, [candidates[0], candidate]) if candidate.fits else None
 
 
-def _recomputation_of_all(best: PlanCandidate, values: Values) -> Recomputation | None:
+def _recomputation_of_all(chosen: Recomputation, values: Values) -> Recomputation | None:
     """Return the recomputation of the share of one device for the whole step; None if that has other groups of values.
 
     Args:
         values: values of the whole step.
     """
-    recomputation = best.recomputation
-    if recomputation is None:
-        return Recomputation()
     known = {group.name: group for group in all_groups(values)}
-    if any(group.name not in known for group in recomputation.groups):
+    if any(group.name not in known for group in chosen.groups):
         return None
-    groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in recomputation.groups]
-    blocks = values_in_blocks(values) if recomputation.inside else Recomputation()
-    whole = replace(recomputation, groups=groups, inside=blocks.inside, between=blocks.between)
-    return whole if whole.name == best.recompute else None
+    groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in chosen.groups]
+    return replace(asked_recomputation(values, chosen.name), groups=groups, seconds_without=chosen.seconds_without)

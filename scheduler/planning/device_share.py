@@ -88,14 +88,6 @@ def devices_of_share(plan: StepPlan, updates: Sequence[bool]) -> list[int]:
     return [-1 if is_update or task.pin is not None else 0 for task, is_update in zip(plan.tasks, updates, strict=True)]
 
 
-def order_of_one(order: str, num_devices: int) -> str | None:
-    """Return the name for the share of one device of an order that all take side by side; None for another order."""
-    kind, _, size = order.partition(":")
-    if kind != SIDE_BY_SIDE or (size and not (size.isdecimal() and int(size) and int(size) % num_devices == 0)):
-        return None
-    return f"{kind}:{int(size) // num_devices}" if size else kind
-
-
 def order_of_all(order: str, num_devices: int) -> str:
     """Return the name for all devices of an order of the share of one."""
     kind, _, size = order.partition(":")

@@ -1,20 +1,17 @@
-"""Candidates for the plan of a step, their evaluation by forecasts, and the margin by which one replaces a simpler one.
-
-A candidate is a recomputation, in one or several orders. A forecast takes a fifth of a second for 10,000 tasks, so a planner can compare dozens.
-"""
+"""Candidates for the plan of a step, their evaluation by forecasts, and the margin by which one replaces a step without recomputation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from ..core.step_plan import StepPlan
 from .device_share import device_bytes
 from .forecast import Forecast
 from .ordered_step import SUBMISSION, OrderedStep
-from .recompute import NONE, Recomputation
-
-AUTO: Final = "auto"
+from .recompute import Recomputation
+from .value_groups import AUTO
 
 MARGIN: Final = 0.99
 """Ratio of costs from which on a candidate replaces one without recomputation."""
@@ -22,44 +19,37 @@ MARGIN: Final = 0.99
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """A step with a recomputation, in one or several orders that were forecast.
+    """A way to execute a step.
 
     Attributes:
-        step: the step.
-        recompute: value of --recompute for the recomputation.
-        recomputation: the same as an object, if a search has chosen it; else None.
-        order: the best of the orders.
-        forecasts: forecast of each order that was to choose from, and of the submission order if it was forecast; empty if everything fits.
-        last_bytes: bytes of the last tier that the best order needs.
+        step: the step with its recomputation, on a machine; or the share of one device.
+        recomputation: selection of the values that it recomputes.
+        order: name of its order.
+        forecast: its costs; of a step that fits, only the seconds of its tasks, and without recomputation not even those.
     """
 
     step: OrderedStep
-    recompute: str
-    recomputation: Recomputation | None
+    recomputation: Recomputation
     order: str
-    forecasts: Mapping[str, Forecast]
-    last_bytes: int
-
-    @property
-    def cost(self) -> float:
-        """Cost of the best order, in seconds; of a step that fits, the seconds of its tasks."""
-        return self.forecasts[self.order].cost if self.forecasts else self.step.task_seconds
+    forecast: Forecast
 
     @property
     def fits(self) -> bool:
-        """Whether the last tier holds the data of the step in its best order."""
-        return self.last_bytes <= self.step.machine.last
+        """Whether the last tier holds the data of the step."""
+        return self.forecast.last_bytes <= self.step.machine.last
 
     @property
-    def key(self) -> tuple[bool, float, int]:
-        """Key by which candidates are compared; the smallest is the best."""
-        return not self.fits, self.cost, self.forecasts[self.order].total if self.forecasts else 0
+    def key(self) -> tuple[int, float, int]:
+        """Key by which candidates are compared, the smallest first: missing bytes of the last tier, cost, bytes moved."""
+        return max(0, self.forecast.last_bytes - self.step.machine.last), self.forecast.cost, self.forecast.total
 
     @property
     def moves_nothing(self) -> bool:
         """Whether no data but that of tasks aside leaves the memory where tasks run."""
-        machine, has_aside = self.step.machine, self.step.plan.has_aside
-        return not self.forecasts or (has_aside and device_bytes(self.step.planned(self.order), machine.num_devices) <= machine.memory)
+        machine, plan = self.step.machine, self.step.plan
+        if not plan.has_aside:
+            return self.order == SUBMISSION and self.step.fits
+        return device_bytes(self.step.planned(self.order), machine.num_devices) <= machine.memory
 
     @property
     def is_bound_by_tasks(self) -> bool:
@@ -69,64 +59,77 @@ class PlanCandidate:
         slower by 2 to 3 % with a recomputation that it favoured.
         """
         machine = self.step.machine
-        seconds = self.cost if machine.judge is not None or not self.step.plan.partitions else self.forecasts[self.order].seconds
+        seconds = self.forecast.cost if machine.judge is not None or not self.step.plan.partitions else self.forecast.seconds
         return machine.pace is not None and self.fits and self.step.task_seconds > MARGIN * seconds
 
 
-def evaluate(
-    step: OrderedStep,
-    order: str,
-    *,
-    recompute: str = NONE,
-    recomputation: Recomputation | None = None,
-    only: Sequence[str] = (),
-    compared: Sequence[str] = (SUBMISSION,),
-) -> PlanCandidate:
-    """Forecast a step in an order, or in all that "auto" chooses from, and take the best.
+def evaluate(step: OrderedStep, order: str, recomputation: Recomputation | None = None, only: Sequence[str] = ()) -> list[PlanCandidate]:
+    """Forecast a step in an order, or in those that "auto" chooses from.
 
     Args:
-        recompute, recomputation: attributes of the candidate.
-        only: names of the orders that "auto" chooses from, if the step has them, or else the submission order; empty for all.
-        compared: names of orders that are also forecast, for comparison.
+        recomputation: selection of the values that the step recomputes; None for none.
+        only: names of the orders that "auto" chooses from, if the step has them; empty for all.
 
     Raises:
         ValueError: the step has no order of that name.
     """
+    recomputation = Recomputation() if recomputation is None else recomputation
     if order in (AUTO, SUBMISSION) and step.fits:
-        return PlanCandidate(step, recompute, recomputation, SUBMISSION, {}, step.last_bytes)
-    if order == AUTO:
-        names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
-        forecasts, considered = _considered(step, names, compared)
-    elif step.has(order):
-        forecasts, considered = {name: step.forecast(name) for name in dict.fromkeys([*compared, order]) if step.has(name)}, [order]
-    else:
+        seconds = step.task_seconds if recomputation.handles else 0.0  # without recomputation, no other candidate is better
+        return [PlanCandidate(step, recomputation, SUBMISSION, Forecast(0, 0, seconds, last_bytes=step.last_bytes))]
+    if order != AUTO and not step.has(order):
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(step.names())}, and auto")
-    best = min(considered, key=lambda name: (forecasts[name].cost, forecasts[name].total))
-    shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
-    return PlanCandidate(step, recompute, recomputation, best, shown, forecasts[best].last_bytes)
+    names = [order] if order != AUTO else [name for name in only if step.has(name)] or step.names()
+    candidates: list[PlanCandidate] = []
+    for pool in step.pools(names):
+        candidates += [PlanCandidate(step, recomputation, name, step.forecast(name)) for name in pool]
+        if any(candidate.fits for candidate in candidates):
+            break
+    return candidates
 
 
 def best_of(candidates: Sequence[PlanCandidate]) -> PlanCandidate:
-    """Return the best candidate; the first, without recomputation, unless another one is clearly better."""
-    base = candidates[0]
-    if len(candidates) == 1:
-        return base
+    """Return the best candidate; of those with the recomputation of the first one, unless another one is clearly better."""
     best = min(candidates, key=lambda candidate: candidate.key)
-    return best if not base.fits or best.cost <= MARGIN * base.cost else base
+    base = min((other for other in candidates if other.recomputation is candidates[0].recomputation), key=lambda candidate: candidate.key)
+    return best if not base.fits or best.forecast.cost <= MARGIN * base.forecast.cost else base
 
 
-def _considered(step: OrderedStep, names: Sequence[str], always: Sequence[str]) -> tuple[dict[str, Forecast], list[str]]:
-    """Forecast the orders of `always`, then one pool of orders after another until the last tier holds the data of one of a pool.
+@dataclass(frozen=True, slots=True)
+class PlannedOrder:
+    """The order in which a step executes, and the forecasts by which it was chosen.
 
-    Returns:
-        All forecasts; and the names to choose from: of the last pool, the orders whose data the tier holds, or, if no pool has any, the one order
-        that needs the fewest bytes of the tier.
+    Attributes:
+        name: name of the order.
+        plan: the step's tasks in that order.
+        forecasts: forecast of each order that was considered, and of the submission order, by name; empty if everything fits.
+        num_tasks: number of tasks of the step; a fused task counts as all its tasks.
+        recomputation: selection of the values that the step recomputes, with the groups that a planner chose from.
+        last_bytes: bytes that the last tier must hold (`last_tier_bytes`).
+        judged_seconds: seconds of a step in virtual time; 0 if it was not needed for the choice.
     """
-    forecasts = {name: step.forecast(name) for name in always if step.has(name)}
-    considered: list[str] = []
-    for pool in step.pools(names):
-        forecasts |= {name: step.forecast(name) for name in pool if name not in forecasts}
-        considered = [name for name in pool if forecasts[name].last_bytes <= step.machine.last]
-        if considered:
-            break
-    return forecasts, considered or [min(forecasts, key=lambda name: forecasts[name].last_bytes)]
+
+    name: str
+    plan: StepPlan
+    forecasts: Mapping[str, Forecast]
+    num_tasks: int = 0
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    last_bytes: int = 0
+    judged_seconds: float = 0.0
+
+    @property
+    def recompute(self) -> str:
+        """Value of --recompute for the recomputation; "none" without one."""
+        return self.recomputation.name
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that a step is expected to move; 0 without a forecast."""
+        forecast = self.forecasts.get(self.name)
+        return 0 if forecast is None else forecast.total
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a step is expected to take; 0 without a forecast or a pace."""
+        forecast = self.forecasts.get(self.name)
+        return 0.0 if forecast is None else forecast.seconds

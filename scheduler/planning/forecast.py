@@ -20,7 +20,7 @@ from ..core.memory.prefetch import AHEAD, TASKS
 from ..core.memory.write_back import CLEAN
 from ..core.records import HandleRecord
 from ..core.step_plan import RecordedTask
-from .tile_traffic import Moves, Passed, Touches, pass_through
+from .tile_traffic import Moves, Touches, pass_through
 
 SHARE: Final = 0.84
 """Fraction of a budget that holds tiles between their uses; copies in progress and fragmentation take the rest. With a larger one, forecasts have too
@@ -122,6 +122,9 @@ class _Clock:
     def __init__(self, pace: Pace, reach: int, backlog: int) -> None:
         self.pace, self.reach, self.backlog = pace, reach, backlog
         self.now = self.reads = self.writes = 0.0
+        far = pace.spill or pace
+        self._per_read, self._per_write = pace.num_devices / pace.read, pace.num_devices / pace.write  # seconds a byte
+        self._far_per_read, self._far_per_write = pace.num_devices / far.read, pace.num_devices / far.write
         self._aside = 0.0  # end of the latest task aside
         self._starts: list[float] = []
         self._ends: list[float] = []
@@ -142,12 +145,9 @@ class _Clock:
             moves: copies for it.
             start: number of tasks before the step, from which positions count.
         """
-        pace = self.pace
-        for since, nbytes, _ in moves.evicted:
-            self.writes = max(self.writes, self._ended(start + since)) + nbytes * pace.num_devices / pace.write
-        if pace.spill is not None:
-            seconds += moves.far_read / pace.spill.read + moves.far_written / pace.spill.write
-        self._aside = max(self._aside, self.writes if moves.evicted else self.now) + seconds * pace.num_devices
+        self._write_back(moves, start)
+        seconds = seconds * self.pace.num_devices + moves.far_read * self._far_per_read + moves.far_written * self._far_per_write
+        self._aside = max(self._aside, self.writes if moves.evicted else self.now) + seconds
         self._look_ahead(len(self._starts), 0)
         self._starts.append(self.now)
         self._ends.append(self._aside)
@@ -165,31 +165,35 @@ class _Clock:
             start: number of tasks before the step, from which positions count.
             begin: position of the first task during which its data may be fetched, because it fits next to the data of all tasks in between.
         """
-        pace, number = self.pace, len(self._starts)
-        self._look_ahead(number, moves.added)
-        per_read, per_write = pace.num_devices / pace.read, pace.num_devices / pace.write
-        far_per_read, far_per_write = per_read, per_write
-        if pace.spill is not None:
-            far_per_read, far_per_write = pace.num_devices / pace.spill.read, pace.num_devices / pace.spill.write
-        spare = self.backlog * (far_per_write if pace.spill is not None and moves.is_far else per_write)
-        far_reading = moves.far_read * far_per_read
-        reading = (moves.read - moves.far_read) * per_read + far_reading
-        fetch_from = self._starts[max(0, min(start + begin, self._oldest, number - 1))] if self._starts else 0.0
-        if not pace.duplex and moves.read:  # both directions share the link until `writes`; reads overtake pending writes
-            self.writes = max(self.writes, fetch_from) + reading
-        for since, nbytes, is_far in moves.evicted:
-            self.writes = max(self.writes, self._ended(start + since)) + nbytes * (far_per_write if is_far else per_write)
-        if moves.after is not None:
-            fetch_from = max(fetch_from, self._ended(start + moves.after))
-        if moves.read:
-            self.reads = max(self.reads, fetch_from, self.writes - (reading if not pace.duplex else 0.0) - spare) + reading
-            if pace.duplex and far_reading:  # the disk serves one direction at a time
-                self.writes = max(self.writes, fetch_from) + far_reading
-        ready = self.reads if moves.read else self.writes - spare if moves.evicted else 0.0
-        started = max(self.now, ready)
-        self.now = started + seconds * pace.num_devices
+        self._look_ahead(len(self._starts), moves.added)
+        started = max(self.now, self._copied(moves, start, start + begin)) if moves.read or moves.evicted else self.now
+        self.now = started + seconds * self.pace.num_devices
         self._starts.append(started)
         self._ends.append(self.now)
+
+    def _copied(self, moves: Moves, start: int, begin: int) -> float:
+        """Enter the copies for the next task into the queues; return the time at which it may start."""
+        is_far = moves.far_read > 0 or any(is_far for _, _, is_far in moves.evicted)
+        spare = self.backlog * (self._far_per_write if is_far else self._per_write)
+        far_reading = moves.far_read * self._far_per_read
+        reading = (moves.read - moves.far_read) * self._per_read + far_reading
+        fetch_from = self._starts[max(0, min(begin, self._oldest, len(self._starts) - 1))] if self._starts else 0.0
+        if not self.pace.duplex and moves.read:  # both directions share the link until `writes`; reads overtake pending writes
+            self.writes = max(self.writes, fetch_from) + reading
+        self._write_back(moves, start)
+        if not moves.read:
+            return self.writes - spare
+        if moves.after is not None:
+            fetch_from = max(fetch_from, self._ended(start + moves.after))
+        self.reads = max(self.reads, fetch_from, self.writes - (reading if not self.pace.duplex else 0.0) - spare) + reading
+        if self.pace.duplex and far_reading:  # the disk serves one direction at a time
+            self.writes = max(self.writes, fetch_from) + far_reading
+        return self.reads
+
+    def _write_back(self, moves: Moves, start: int) -> None:
+        """Enter the dirty tiles that leave for a task into the queue of writes, each after its last use."""
+        for since, nbytes, is_far in moves.evicted:
+            self.writes = max(self.writes, self._ended(start + since)) + nbytes * (self._far_per_write if is_far else self._per_write)
 
     def _look_ahead(self, number: int, added: int) -> None:
         """Advance the prefetcher to the task of that number, which misses `added` bytes."""
@@ -219,24 +223,24 @@ def forecast(
     below = None
     if pace is not None and pace.spill is not None:
         below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles that are written back early occupy both
-    passed = pass_through(step, positions, capacity, below=below, only_files=only_files)
-    read = sum(moves.read for moves in passed.moves)
-    written = sum(nbytes for moves in passed.moves for _, nbytes, _ in moves.evicted)
+    steps, _ = pass_through(step, positions, capacity, below=below, only_files=only_files)
+    read = sum(moves.read for moves in steps)
+    written = sum(nbytes for moves in steps for _, nbytes, _ in moves.evicted)
     if pace is None:
         return Forecast(read, written)
     copy_seconds = pace.num_devices * max(read / pace.read, written / pace.write)
-    return Forecast(read, written, _seconds(step, positions, passed, capacity, budget, pace), copy_seconds)
+    return Forecast(read, written, _seconds(step, positions, steps, capacity, budget, pace), copy_seconds)
 
 
-def _seconds(step: Touches, positions: Sequence[int], passed: Passed, capacity: int, budget: int, pace: Pace) -> float:
+def _seconds(step: Touches, positions: Sequence[int], steps: Sequence[Moves], capacity: int, budget: int, pace: Pace) -> float:
     """Return the duration of a step that follows an equal one."""
-    begins = {position: begin for begin, position in _returns(passed, capacity)}
+    begins = {position: begin for begin, position in _returns(steps, capacity)}
     clock, period = _Clock(pace, budget // AHEAD, budget // CLEAN), len(positions)
     seconds = [pace.seconds[step.plan.tasks[position]] for position in positions]
     before = 0.0
     for start in (0, period):
         before = clock.end
-        for now, moves in enumerate(passed.moves):
+        for now, moves in enumerate(steps):
             if positions[now] in step.overwritten:
                 clock.run_aside(pace.aside.get(step.plan.tasks[positions[now]], 0.0), moves, start)
             else:
@@ -261,18 +265,18 @@ class Foreseen:
 def foresee(step: Touches, positions: Sequence[int], budget: int, share: float = SHARE) -> Foreseen:
     """Forecast the evictions from a memory of `budget` bytes, and the earliest fetches of evicted data; arguments as in `forecast`."""
     capacity = int(budget * share)
-    passed = pass_through(step, positions, capacity)
+    steps, evictions = pass_through(step, positions, capacity)
     leaves: dict[HandleRecord, set[int]] = {}
-    for handle, position in passed.evictions:
+    for handle, position in evictions:
         leaves.setdefault(handle, set()).add(position % len(positions))
-    return Foreseen(leaves, _returns(passed, capacity))
+    return Foreseen(leaves, _returns(steps, capacity))
 
 
-def _returns(passed: Passed, capacity: int) -> list[tuple[int, int]]:
+def _returns(steps: Sequence[Moves], capacity: int) -> list[tuple[int, int]]:
     """Return `Foreseen.returns`: each task's missing data is fetched as early as it fits next to the data of the tasks before."""
-    spare = [capacity - moves.used for moves in passed.moves]
+    spare = [capacity - moves.used for moves in steps]
     returns, most = [], min(MOST_AHEAD, len(spare) - 1)
-    for position, moves in enumerate(passed.moves):
+    for position, moves in enumerate(steps):
         if nbytes := moves.read:
             begin = position
             for begin in range(position, position - most, -1):  # negative positions are those of the equal step before

@@ -1,4 +1,4 @@
-"""Rates at which a machine computes and copies during a step, from its performance models; inputs of forecasts and lower bounds."""
+"""Machines that steps are planned for, and the rates at which they compute and copy during a step, from performance models."""
 
 from __future__ import annotations
 
@@ -74,32 +74,51 @@ def _typical_nbytes(plan: StepPlan) -> int:
     return max(1, sum(large) // max(1, len(large)))
 
 
+Judge = Callable[[StepPlan], float]
+"""Seconds of a step in its planned order; infinite if it would not fit."""
+
+
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Memory where the tasks of a real machine run, and the rates of that machine.
+class PlanningMachine:
+    """Machine that a step is planned for.
 
     Attributes:
-        nodes: memory nodes of the workers.
-        memory: bytes of these nodes together, without the buffers of file readers.
-        pace: function that returns the rates of the machine during a step.
+        memory: bytes of the memory where tasks run, all devices together.
+        last: bytes of the last tier, which must hold all live data.
+        computes_on_last: whether tasks run on the last tier.
+        num_devices: number of equal devices if tasks run on no other node; else 1.
+        pace: function from a plan to the rates of the machine, called if memory is short; None to compare orders by bytes.
+        judge: function that returns the seconds of a planned step, infinite if it would not fit, for the few that are forecast to be about as fast as
+            the best; None for forecasts alone.
+        is_share: whether plans are the share of one of the devices (`device_share`).
     """
 
-    nodes: frozenset[NodeId]
     memory: int
-    pace: Callable[[StepPlan], Pace]
+    last: int
+    computes_on_last: bool
+    num_devices: int = 1
+    pace: Callable[[StepPlan], Pace] | None = None
+    judge: Judge | None = None
+    is_share: bool = False
 
 
-def reach_of(machine: Machine, models: Models) -> Reach:
-    """Return the memory and the rates of a real machine in its present state."""
+def planning_machine(machine: Machine, models: Models) -> PlanningMachine:
+    """Return a real machine in its present state, with the rates of its models."""
     memory = machine.memory
     workers = [(worker.kind, worker.node) for worker in machine.workers if not worker.aside]
     num_aside = len(machine.workers) - len(workers)
-    nodes = frozenset(node for _, node in workers)
+    nodes = {node for _, node in workers}
     below = memory.last if RAM in nodes else RAM
     channels = THREADS if below == memory.tier else 0
     nbytes = sum(map(memory.budget, nodes)) - (memory.readers_bytes if RAM in nodes else 0)
+    last = memory.budget(memory.last) - (memory.readers_bytes if memory.last == RAM else 0)
     disk = (memory.last, memory.budget(RAM) - memory.readers_bytes) if memory.last not in (RAM, below) else None
-    return Reach(nodes, nbytes, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk, num_aside=num_aside))
+    num_devices = len(nodes) if machine.keeps_partitions and RAM not in nodes else 1
+
+    def pace(plan: StepPlan) -> Pace:
+        return pace_of(plan, workers, below, models, channels=channels, disk=disk, num_aside=num_aside)
+
+    return PlanningMachine(nbytes, last, machine.computes_on_last, num_devices, pace)
 
 
 def reads_files(plan: StepPlan) -> bool:

@@ -6,16 +6,16 @@ tier below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
 from ..core.records import HandleRecord
 from ..core.step_plan import StepPlan
 from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks
-from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
-from .machine_pace import reads_files
+from .forecast import SHARE, SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
+from .machine_pace import PlanningMachine, reads_files
 from .orders import candidates, named
 from .step_structure import StepStructure, structure_of
 from .tile_traffic import Touches
@@ -60,34 +60,6 @@ def _ranks(positions: Sequence[int]) -> list[int]:
     return ranks
 
 
-Judge = Callable[[StepPlan], float]
-"""Seconds of a step in its planned order; infinite if it would not fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningMachine:
-    """Machine that a step is planned for.
-
-    Attributes:
-        memory: bytes of the memory where tasks run, all devices together.
-        last: bytes of the last tier, which must hold all live data.
-        computes_on_last: whether tasks run on the last tier.
-        num_devices: number of equal devices if tasks run on no other node; else 1.
-        pace: function from a plan to the rates of the machine, called if memory is short; None to compare orders by bytes.
-        judge: function that returns the seconds of a planned step, infinite if it would not fit, for the few that are forecast to be about as fast as
-            the best; None for forecasts alone.
-        is_share: whether plans are the share of one of the devices (`device_share`).
-    """
-
-    memory: int
-    last: int
-    computes_on_last: bool
-    num_devices: int = 1
-    pace: Callable[[StepPlan], Pace] | None = None
-    judge: Judge | None = None
-    is_share: bool = False
-
-
 class OrderedStep:
     """A step on a machine, in submission order and in others.
 
@@ -124,9 +96,7 @@ class OrderedStep:
         """Seconds of all tasks on all workers together, of the share of a device those of its own; 0 without a pace."""
         if (pace := self._pace) is None:
             return 0.0
-        if not self.plan.partitions:
-            return sum(pace.seconds.values())
-        own = own_tasks(range(len(self.plan.tasks)), self.plan.partitions, 0, self._num_devices)
+        own = self._own(range(len(self.plan.tasks)), self.plan.partitions, 0)
         return sum(pace.seconds[self.plan.tasks[position]] for position in own) * self._num_devices
 
     def names(self) -> list[str]:
@@ -136,8 +106,10 @@ class OrderedStep:
         return [*names, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
 
     def has(self, name: str) -> bool:
-        """Return whether the step has an order of that name; it need not be a candidate."""
-        return self._positions(name) is not None
+        """Return whether the step has an order of that name, and remember it; it need not be a candidate."""
+        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
+            self._orders[name] = positions
+        return name in self._orders
 
     def pools(self, names: Sequence[str]) -> list[list[str]]:
         """Return the names in pools, of which the first one with an order that fits decides.
@@ -146,22 +118,23 @@ class OrderedStep:
         """
         if not self.plan.partitions:
             return [[*names]]
-        pools: tuple[list[str], list[str]] = ([], [])
-        for name in names:
-            pools[_group_of(name, self._unit) is None].append(name)
-        return [*pools]
+        beside = [name for name in names if _group_of(name, self._unit) is not None]
+        return [beside, [name for name in names if name not in beside]]
 
     def forecast(self, name: str) -> Forecast:
-        """Return the forecast of the step in one of its orders, with the bytes of the last tier that it needs."""
+        """Return the forecast of the step in one of its orders: that of one device, times their number; with the bytes of the last tier."""
         if name in self._forecasts:
             return self._forecasts[name]
-        positions, devices = self._known_positions(name), self._devices_of(name)
-        if devices:
-            without_last = self._forecast_of_device(positions, devices)
-        else:
-            without_last = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
-        last_bytes = last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions))
-        self._forecasts[name] = replace(without_last, last_bytes=last_bytes)
+        positions, devices = self._positions(name), self._devices_of(name)
+        own, pace, num_devices, plan = self._own(positions, devices, 0), self._pace, self._num_devices, self.plan
+        if devices and pace is not None and pace.spill is not None:  # data beyond the capacity is spread evenly; that of several devices is held once
+            excess = last_tier_bytes(of_tasks(plan, positions), computes=False) - pace.spill.capacity
+            capacity = max(0, last_tier_bytes(of_tasks(plan, own), computes=False) - excess // num_devices)
+            pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
+        only_files = self.machine.computes_on_last and reads_files(plan)
+        one = forecast(self._touches, own, self._memory, pace, only_files=only_files, share=SHARE_BESIDE if devices else SHARE)
+        last_bytes = last_tier_bytes(plan, computes=self.machine.computes_on_last, ranks=_ranks(positions))
+        self._forecasts[name] = replace(one, read=one.read * num_devices, written=one.written * num_devices, last_bytes=last_bytes)
         return self._forecasts[name]
 
     def planned(self, name: str) -> StepPlan:
@@ -169,23 +142,16 @@ class OrderedStep:
         if name == SUBMISSION and self.fits:
             is_roomy = ROOMY * self.needed_bytes <= self.machine.memory
             return self.plan if is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
-        positions, devices = self._known_positions(name), self._devices_of(name)
+        positions, devices = self._positions(name), self._devices_of(name)
         chosen = self._permuted(positions, devices)
         if not self.machine.computes_on_last:  # the last tier has no tier below to write back to
             self._foresee(chosen, positions, devices)
         return chosen
 
-    def _positions(self, name: str) -> list[int] | None:
-        """Return the positions of the tasks in an order; None if the step has no order of that name."""
-        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
-            self._orders[name] = positions
-        return self._orders.get(name)
-
-    def _known_positions(self, name: str) -> list[int]:
+    def _positions(self, name: str) -> list[int]:
         """Return the positions of the tasks in an order that the step has."""
-        positions = self._positions(name)
-        assert positions is not None, name
-        return positions
+        assert self.has(name), name
+        return self._orders[name]
 
     @cached_property
     def needed_bytes(self) -> int:
@@ -205,11 +171,6 @@ class OrderedStep:
         pace = None if self.machine.pace is None else self.machine.pace(self.plan)
         return pace if pace is None or not self.plan.partitions else replace(pace, num_devices=self._num_devices)
 
-    @cached_property
-    def _only_files(self) -> bool:
-        """Argument of `forecast`."""
-        return self.machine.computes_on_last and reads_files(self.plan)
-
     @property
     def _unit(self) -> int:
         """Number of minibatches of which an order of all devices takes a multiple through each layer side by side."""
@@ -222,31 +183,21 @@ class OrderedStep:
         """Return the device of each task in an order; nothing for one pool of memory."""
         return self.plan.partitions if self.machine.num_devices == 1 or self.machine.is_share else self._devices(_group_of(name, self._unit))
 
-    def _forecast_of_device(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
-        """Return the forecast for equal devices: that of the first, times their number."""
-        own, pace, plan = own_tasks(positions, devices, 0, self._num_devices), self._pace, self.plan
-        if pace is not None and pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
-            excess = last_tier_bytes(of_tasks(plan, positions), computes=False) - pace.spill.capacity
-            capacity = max(0, last_tier_bytes(of_tasks(plan, own), computes=False) - excess // self._num_devices)
-            pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
-        one = forecast(self._touches, own, self._memory, pace, share=SHARE_BESIDE)
-        return replace(one, read=one.read * self._num_devices, written=one.written * self._num_devices)
+    def _own(self, positions: Sequence[int], devices: Sequence[int], device: int) -> Sequence[int]:
+        """Return the positions of the tasks that one device executes, or of all in one pool of memory."""
+        return own_tasks(positions, devices, device, self._num_devices) if devices else positions
 
     def _foresee(self, chosen: StepPlan, positions: Sequence[int], devices: Sequence[int]) -> None:
         """Note in a plan which data will leave the memory before which use, and when it may come back.
 
         On several devices, data that several of them use leaves when it leaves any.
         """
-        if not devices:
-            foreseen = foresee(self._touches, positions, self._memory)
-            chosen.foresee(foreseen.leaves, [foreseen.returns])
-            return
         leaves: dict[HandleRecord, set[int]] = {}
         returns: list[list[tuple[int, int]]] = []
         ranks, period = _ranks(positions), len(positions)
         for device in range(self._num_devices):
-            own = own_tasks(positions, devices, device, self._num_devices)
-            foreseen = foresee(self._touches, own, self._memory, SHARE_LEAVING)
+            own = self._own(positions, devices, device)
+            foreseen = foresee(self._touches, own, self._memory, SHARE_LEAVING if devices else SHARE)
             for handle, uses in foreseen.leaves.items():
                 leaves.setdefault(handle, set()).update(ranks[own[use]] for use in uses)
             returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[use]]) for begin, use in foreseen.returns])

@@ -66,7 +66,6 @@ def named(plan: StepPlan, structure: StepStructure, name: str) -> list[int] | No
     ========================  ======================================================================================================
 
     Args:
-        plan: the step in submission order.
         structure: `structure_of` of the plan.
         name: name of the order.
 
@@ -76,44 +75,27 @@ def named(plan: StepPlan, structure: StepStructure, name: str) -> list[int] | No
     """
     if name == "submission":
         return list(range(len(plan.tasks)))
-    if name == "eager-update":
-        return arrange(plan, structure.updates, lambda position: (position,))
-    if name == "layers":
-        return sorted_by_layer_group(plan, structure)
     kind, _, size = name.partition(":")
+    group, turn = len(plan.tasks), (0, -1)  # number of minibatches per group; range of layer groups that each minibatch passes as a whole
+    eighths, turns = [f"{number}/{TURNS}" for number in range(1, TURNS)], structure.turns
     if kind == "layers" and size.isdecimal() and int(size):
-        return sorted_by_layer_group(plan, structure, group=int(size))
-    eighths = [f"{number}/{TURNS}" for number in range(1, TURNS)]
-    if kind == "turn" and size in eighths and structure.turns:
-        return sorted_by_layer_group(plan, structure, turn=structure.turns[(1 + eighths.index(size)) * len(structure.turns) // TURNS])
-    if name == "forward" and structure.turns:
-        return sorted_by_layer_group(plan, structure, turn=(0, structure.turns[0][1]))
-    return None
-
-
-def sorted_by_layer_group(plan: StepPlan, structure: StepStructure, *, group: int | None = None, turn: tuple[int, int] = (0, -1)) -> list[int]:
-    """Return the order by (group of minibatches, layer group, minibatch, position), with updates as early as possible.
-
-    Args:
-        plan: the step in submission order.
-        structure: `structure_of` of the plan.
-        group: number of minibatches per group; None for one group of all.
-        turn: first and last layer group of a range that each minibatch passes as a whole before the next minibatch enters it.
-
-    Returns:
-        Positions of the plan's tasks in order of execution.
-    """
-    low, high = turn
+        group = int(size)
+    elif kind == "turn" and size in eighths and turns:
+        turn = turns[(1 + eighths.index(size)) * len(turns) // TURNS]
+    elif name == "forward" and turns:
+        turn = (0, turns[0][1])
+    elif name not in ALWAYS:
+        return None
 
     def key(position: int) -> _Key:
-        minibatch = structure.minibatch[position]
+        minibatch, layer_group = structure.minibatch[position], structure.layer_group[position]
+        if name == "eager-update":
+            return (position,)
         if minibatch < 0:
             return (-1 if minibatch == FIRST else len(plan.tasks), position)
-        layer_group = structure.layer_group[position]
-        number = minibatch // group if group else 0
-        if low <= layer_group <= high:
-            return (number, low, minibatch, layer_group, position)
-        return (number, layer_group, minibatch, position)
+        if turn[0] <= layer_group <= turn[1]:
+            return (minibatch // group, turn[0], minibatch, layer_group, position)
+        return (minibatch // group, layer_group, minibatch, position)
 
     return arrange(plan, structure.updates, key)
 

@@ -37,14 +37,18 @@ class Value:
     Attributes:
         handle: handle that holds it.
         production: positions of the tasks that recompute it, or of the one whose tail does.
-        tail: tail that recomputes it; None if whole tasks are cloned.
+        tasks: the tasks of the production, or the tail as a task.
+        inputs: handles that the production reads, without those that it writes.
+        results: handles that the production writes.
         leaves: position of the last use before the gap.
         wanted: position of the first use after the gap.
     """
 
     handle: HandleRecord
     production: tuple[int, ...]
-    tail: Tail | None
+    tasks: list[RecordedTask]
+    inputs: list[HandleRecord]
+    results: list[HandleRecord]
     leaves: int
     wanted: int
 
@@ -54,24 +58,26 @@ class Values:
 
     Args:
         plan: the step.
+
+    Attributes:
+        first_free_id: least id that is larger than those of all handles.
     """
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
+        self.first_free_id = 1 + max((handle.id for handle in plan.uses), default=-1)
         self._writers: dict[HandleRecord, list[int]] = {}
         self._whole: dict[HandleRecord, bool] = {}  # whether the data of a handle is a value
+        self._values: dict[HandleRecord, Value | None] = {}
+        created = [0] * len(plan.tasks)
         for handle, use in plan.uses.items():
             writers = [position for position, mode in zip(use.positions, use.modes, strict=True) if mode == W or mode == RW]
             if writers:
                 self._writers[handle] = writers
-                reads = [position for position, mode in zip(use.positions, use.modes, strict=True) if mode == R]
+                first_read = use.modes.index(R) if R in use.modes else len(writers)
                 is_own = plan.owned.get(handle) is False
-                first = use.modes[0] == W and use.modes.count(W) == 1
-                self._whole[handle] = is_own and first and (not reads or reads[0] > writers[-1])
-        self._values: dict[HandleRecord, Value | None] = {}
-        created = [0] * len(plan.tasks)
-        for handle, writers in self._writers.items():
-            created[writers[0]] += handle.size if handle in plan.owned else 0
+                self._whole[handle] = is_own and use.modes[0] == W and use.modes.count(W) == 1 and first_read == len(writers)
+                created[writers[0]] += handle.size if handle in plan.owned else 0
         self._created = [0, *itertools.accumulate(created)]  # bytes of data that the tasks before each position create
 
     def of(self, handle: HandleRecord) -> Value | None:
@@ -92,40 +98,11 @@ class Values:
         """Return the position of the last task that writes a handle."""
         return self._writers[handle][-1]
 
-    def inputs(self, value: Value) -> list[HandleRecord]:
-        """Return the handles that the production reads, without those that it writes."""
-        if value.tail is not None:
-            return self._operands(value, value.tail.reads)
-        tasks = [self.plan.tasks[position] for position in value.production]
-        results = {handle for task in tasks for handle, mode in task.accesses if mode == W}
-        return [*dict.fromkeys(handle for task in tasks for handle, mode in task.accesses if mode == R and handle not in results)]
-
-    def made(self, value: Value) -> list[HandleRecord]:
-        """Return the handles that the production writes."""
-        if value.tail is not None:
-            return self._operands(value, value.tail.writes)
-        return [handle for position in value.production for handle, mode in self.plan.tasks[position].accesses if mode == W]
-
-    def tasks(self, value: Value) -> list[RecordedTask]:
-        """Return the tasks of the production, over the handles of the step."""
-        tasks, tail = [self.plan.tasks[position] for position in value.production], value.tail
-        if tail is None:
-            return tasks
-        (task,) = tasks
-        accesses: list[tuple[HandleRecord, Mode]] = [(task.accesses[index][0], R) for index in tail.reads]
-        accesses += [(task.accesses[index][0], W) for index in tail.writes]
-        constants = {name: task.constants[name] for name in tail.constants}
-        return [RecordedTask(tail.codelet, tail.codelet.name, task.kinds, tuple(accesses), constants, task.priority, task.pin)]
-
-    def _operands(self, value: Value, indices: Iterable[int]) -> list[HandleRecord]:
-        """Return the handles of some accesses of the task whose tail computes the value."""
-        return [self.plan.tasks[value.production[0]].accesses[index][0] for index in indices]
-
     def is_unchanged(self, value: Value, position: int) -> bool:
         """Whether the production ends before the task at `position`, and would read the same data again there."""
         if value.production[-1] >= position:
             return False
-        for handle in self.inputs(value):
+        for handle in value.inputs:
             writers = self._writers.get(handle, ())
             if writers and bisect_right(writers, value.production[0]) != bisect_right(writers, position - 1):
                 return False
@@ -135,23 +112,23 @@ class Values:
         """Compute the value of a handle, for `of`."""
         if not self._whole.get(handle):
             return None
-        uses = self.plan.uses[handle].positions
-        writers = self._writers[handle]
-        last = len(writers) - 1
-        gaps = [uses[index + 1] - uses[index] for index in range(last, len(uses) - 1)]
-        if not gaps:
+        uses, num_writers = self.plan.uses[handle].positions, len(self._writers[handle])
+        if len(uses) == num_writers:
             return None
-        widest = last + max(range(len(gaps)), key=gaps.__getitem__)
-        leaves, wanted = uses[widest], uses[widest + 1]
-        task = self.plan.tasks[writers[-1]]
-        tail = task.codelet.tail if isinstance(task.codelet, Codelet) else None
-        if tail is not None and len(writers) == 1 and handle in (task.accesses[index][0] for index in tail.writes):
-            return Value(handle, (writers[-1],), tail, leaves, wanted)
-        production = self._production(handle)
+        after = max(range(num_writers, len(uses)), key=lambda index: uses[index] - uses[index - 1])  # the widest gap ends there
+        last = self.plan.tasks[uses[num_writers - 1]]
+        tail = last.codelet.tail if isinstance(last.codelet, Codelet) and num_writers == 1 else None
+        if tail is not None and handle in (last.accesses[index][0] for index in tail.writes):
+            production: tuple[int, ...] | None = (uses[0],)
+            tasks = [_tail_of(last, tail)]
+        elif (production := self._production(handle)) is not None:
+            tail, tasks = None, [self.plan.tasks[position] for position in production]
         if production is None:
             return None
-        value = Value(handle, production, None, leaves, wanted)
-        return value if self.is_unchanged(value, wanted) else None
+        results = [*dict.fromkeys(other for task in tasks for other, mode in task.accesses if mode == W)]
+        inputs = [*dict.fromkeys(other for task in tasks for other, mode in task.accesses if mode == R and other not in results)]
+        value = Value(handle, production, tasks, inputs, results, uses[after - 1], uses[after])
+        return value if tail is not None or self.is_unchanged(value, value.wanted) else None
 
     def _production(self, handle: HandleRecord) -> tuple[int, ...] | None:
         """Return the positions of all tasks that write the handle, or another one together with it; None if one of them must not be cloned."""
@@ -176,6 +153,14 @@ class Values:
                         seen.add(other)
                         pending.append(other)
         return tuple(sorted(production))
+
+
+def _tail_of(task: RecordedTask, tail: Tail) -> RecordedTask:
+    """Return the tail of a task as a task of its own, over the same handles."""
+    modes: dict[int, Mode] = {**dict.fromkeys(tail.reads, R), **dict.fromkeys(tail.writes, W)}
+    accesses = tuple((task.accesses[index][0], mode) for index, mode in modes.items())
+    constants = {name: task.constants[name] for name in tail.constants}
+    return RecordedTask(tail.codelet, tail.codelet.name, task.kinds, accesses, constants, task.priority, task.pin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,44 +194,25 @@ class ValueGroup:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Selection of the values that a step recomputes: the first groups, or single values.
+    """Selection of the values that a step recomputes.
 
     Attributes:
-        groups: all groups of the step, the cheapest first.
-        num_groups: number of groups that are recomputed.
-        share: fraction of the layers that are recomputed of the last of these groups.
-        inside: handles of single values that are recomputed instead of groups: those that no other block reads, or results of named operations.
-        between: handles that are never recomputed with `inside`, because blocks read them from each other.
-        asked: value of `--recompute` that selects `inside`.
+        name: value of `--recompute` that selects them.
+        handles: their handles.
+        lasting: handles that are never recomputed with them, because blocks read them from each other.
+        groups: groups of values that a planner chooses from, the cheapest first; empty if none has.
         seconds_without: forecast seconds of the step without recomputation; infinite if its data does not fit the machine, None if unknown.
     """
 
+    name: str = NONE
+    handles: Set[HandleRecord] = frozenset()
+    lasting: Set[HandleRecord] = frozenset()
     groups: Sequence[ValueGroup] = ()
-    num_groups: int = 0
-    share: float = 1.0
-    inside: Set[HandleRecord] = frozenset()
-    between: Set[HandleRecord] = frozenset()
-    asked: str = BLOCK
     seconds_without: float | None = None
-
-    def again(self, group: ValueGroup) -> list[HandleRecord]:
-        """Return the handles of a group's values that are recomputed."""
-        if self.inside:
-            return [handle for handle in group.leading(1.0) if handle in self.inside]
-        chosen = self.groups[: self.num_groups]
-        return group.leading(self.share if group is chosen[-1] else 1.0) if group in chosen else []
 
     def apply(self, values: Values) -> StepPlan:
         """Return the step that recomputes the selected values."""
-        return recomputed(values, self.inside or [handle for group in self.groups for handle in self.again(group)], self.between)
-
-    @property
-    def name(self) -> str:
-        """Value of `--recompute` that selects this recomputation."""
-        if self.inside:
-            return self.asked
-        share = "" if self.share == 1 else f":{self.share:g}"
-        return ",".join(group.name for group in self.groups[: self.num_groups]) + share or NONE
+        return recomputed(values, self.handles, self.lasting)
 
 
 def recomputed(values: Values, handles: Iterable[HandleRecord], lasting: Set[HandleRecord] = frozenset()) -> StepPlan:
@@ -275,25 +241,24 @@ class _Rewriting:
     """One pass over a step that enters clones; arguments as in `recomputed`."""
 
     def __init__(self, values: Values, handles: Iterable[HandleRecord], lasting: Set[HandleRecord]) -> None:
-        plan = values.plan
-        self._plan, self._values, self._lasting = plan, values, lasting
+        self._plan, self._values, self._lasting = values.plan, values, lasting
         self._chosen = {handle: value for handle in handles if (value := values.of(handle)) is not None}
         self._copies: dict[HandleRecord, HandleRecord] = {}  # original -> handle of the recomputed value
-        self._ids = itertools.count(1 + max((handle.id for handle in plan.uses), default=-1))
-        self._owned = dict(plan.owned)
+        self._ids = itertools.count(values.first_free_id)
+        self._owned: dict[HandleRecord, bool] = {}
         self._tasks: list[RecordedTask] = []
 
     def run(self) -> StepPlan:
         """Return the new step."""
         for position, task in enumerate(self._plan.tasks):
-            reads = [handle for handle, mode in task.accesses if mode == R]
-            for handle in reads:
+            dead = [handle for handle, mode in task.accesses if mode == R and handle in self._chosen and position > self._chosen[handle].leaves]
+            for handle in dead:
                 self._recompute(handle, position)
-            if any(self._operand(handle, position) is not handle for handle in reads):
+            if any(handle in self._copies for handle in dead):
                 accesses = tuple((self._operand(handle, position) if mode == R else handle, mode) for handle, mode in task.accesses)
                 task = replace(task, accesses=accesses)
             self._tasks.append(task)
-        return StepPlan(self._tasks, self._owned, window=self._plan.window, idle=self._plan.idle)
+        return StepPlan(self._tasks, {**self._plan.owned, **self._owned}, window=self._plan.window, idle=self._plan.idle)
 
     def only(self, handle: HandleRecord) -> tuple[list[RecordedTask], Set[HandleRecord]]:
         """Return the clones for one value alone, and the handles whose values they compute."""
@@ -315,7 +280,7 @@ class _Rewriting:
         while stack:
             wanted = stack[-1]
             value = self._missing(wanted, position)
-            inputs = [] if value is None else self._values.inputs(value)
+            inputs = [] if value is None else value.inputs
             missing = [each for each in inputs if self._missing(each, position) is not None]
             stack.extend(reversed(missing))
             if not missing:
@@ -332,9 +297,9 @@ class _Rewriting:
 
     def _clone(self, value: Value, position: int) -> None:
         """Enter clones of the production of a value before the task at a position, which could read all its inputs."""
-        copies = {handle: self._copy_of(handle) for handle in self._values.made(value)}
+        copies = {handle: self._copy_of(handle) for handle in value.results}
         label = self._plan.tasks[position].label._replace(block=None)
-        for task in self._values.tasks(value):
+        for task in value.tasks:
             accesses = tuple(
                 (copies.get(handle) or (self._operand(handle, position) if mode == R else handle), mode) for handle, mode in task.accesses
             )

@@ -7,9 +7,9 @@ that the one before it leaves. This module knows bytes and positions; `forecast`
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R, W
@@ -17,6 +17,8 @@ from ..core.step_plan import StepPlan
 
 DEAD: Final = -1
 """Next use of a tile that no later task uses."""
+_ABSENT: Final = -1
+"""Next use of a tile that is not in the memory, or in use."""
 
 
 @dataclass(slots=True)
@@ -41,78 +43,31 @@ class Moves:
     after: int | None = None
     far_written: int = 0
 
-    @property
-    def is_far(self) -> bool:
-        """Whether the disk under the tier below takes part in the copies."""
-        return self.far_read > 0 or any(is_far for _, _, is_far in self.evicted)
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """Result of a simulated step that follows an equal one.
-
-    Attributes:
-        moves: copies for each task; their positions count from the start of this step and are negative in the step before.
-        evictions: evicted tiles, each with the position of its next use, which counts from the start of the step before.
-    """
-
-    moves: list[Moves]
-    evictions: list[tuple[HandleRecord, int]]
-
-
-class _Below:
-    """Contents of the tier below, and of the disk under it.
-
-    Args:
-        capacity: bytes of the tier below.
-
-    Attributes:
-        free: bytes of the tier that hold no tile.
-        spilled: tiles on the disk.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.free = capacity
-        self.spilled: set[HandleRecord] = set()
-        self._held: set[HandleRecord] = set()
-
-    def take(self, handle: HandleRecord) -> bool:
-        """Store a tile in the tier if it has enough free bytes, else on the disk; return whether the tier had them."""
-        if handle.size > self.free:
-            self.spilled.add(handle)
-            return False
-        self.free -= handle.size
-        self._held.add(handle)
-        return True
-
-    def forget(self, handle: HandleRecord) -> None:
-        """Drop the copy of a tile that has been overwritten or is dead."""
-        self.spilled.discard(handle)
-        if handle in self._held:
-            self._held.remove(handle)
-            self.free += handle.size
-
 
 class Touches:
-    """Data that each task of a step touches, computed once for forecasts of the step in many orders.
+    """Data that each task of a step touches, computed once for forecasts of the step in many orders. Tiles are numbered by the ids of their handles.
 
     Args:
         plan: the step.
 
     Attributes:
-        data: for each task, (handle, whether it reads present data, whether it writes) of each access except scratch.
+        handles: handle of each tile.
+        sizes: bytes of each tile.
+        data: for each task, (tile, whether it reads present data, whether it writes) of each access except scratch.
         scratch: for each task, its bytes of scratch.
-        overwritten: for each task that runs aside, the handles that it writes.
-        mortal: handles whose data is dead after its last use.
+        overwritten: for each task that runs aside, the tiles that it writes.
     """
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.data = [[(handle, mode != W, mode != R) for handle, mode in task.accesses if mode != SCRATCH] for task in plan.tasks]
+        self.handles = sorted(plan.uses, key=lambda handle: handle.id)
+        self.sizes = [handle.size for handle in self.handles]
+        tile = {handle: number for number, handle in enumerate(self.handles)}
+        self.data = [[(tile[handle], mode != W, mode != R) for handle, mode in task.accesses if mode != SCRATCH] for task in plan.tasks]
         self.scratch = [sum(handle.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
         aside = (position for position, is_aside in enumerate(plan.aside) if is_aside)
-        self.overwritten = {position: {handle for handle, _, writes in self.data[position] if writes} for position in aside}
-        self.mortal = {handle for handle, is_output in plan.owned.items() if not is_output}
+        self.overwritten = {position: {tile for tile, _, writes in self.data[position] if writes} for position in aside}
+        self._is_mortal = [plan.owned.get(handle) is False for handle in self.handles]
 
     def next_uses(self, positions: Sequence[int]) -> list[list[int]]:
         """Return the next use of every access of some tasks.
@@ -121,23 +76,23 @@ class Touches:
             positions: positions of the tasks, in the order in which they run.
 
         Returns:
-            For each task, and each entry of its `data`, the index in `positions` of the next task that uses the handle, counted on into the next
+            For each task, and each entry of its `data`, the index in `positions` of the next task that uses the tile, counted on into the next
             step; `DEAD` if there is none.
         """
-        latest: dict[HandleRecord, int] = {}
-        last: list[tuple[HandleRecord, list[int], int]] = []
+        latest = [DEAD] * len(self.sizes)
+        last: list[tuple[int, list[int], int]] = []
         rows: list[list[int]] = []
         for now in range(len(positions) - 1, -1, -1):
             row: list[int] = []
-            for handle, _, _ in self.data[positions[now]]:
-                following = latest.get(handle, DEAD)
-                if following == DEAD and handle not in self.mortal:
-                    last.append((handle, row, len(row)))
+            for tile, _, _ in self.data[positions[now]]:
+                following = latest[tile]
+                if following == DEAD and not self._is_mortal[tile]:
+                    last.append((tile, row, len(row)))
                 row.append(following)
-                latest[handle] = now
+                latest[tile] = now
             rows.append(row)
-        for handle, row, index in last:
-            row[index] = len(positions) + latest[handle]
+        for tile, row, index in last:
+            row[index] = len(positions) + latest[tile]
         rows.reverse()
         return rows
 
@@ -146,168 +101,167 @@ class _Memory:
     """Tiles in a memory, and the next use of each.
 
     Args:
+        step: the step.
         capacity: bytes of the memory.
-        below: the tier below, if there is a disk under it.
+        below: bytes of the tier below if there is a disk under it, which gets what exceeds them; None without a disk.
         stays: tiles that may not be evicted.
 
     Attributes:
         used: bytes of resident tiles.
-        next_use: next use of each resident tile.
-        last_use: position of the last use of each tile.
-        dirty: resident tiles that differ from the copy in the tier below.
         evictions: evicted tiles, each with its next use.
-        written_aside: position of the last writer of each tile, if that ran aside.
     """
 
-    def __init__(self, capacity: int, below: _Below | None = None, stays: Set[HandleRecord] = frozenset()) -> None:
-        self.capacity = capacity
-        self.below = below
-        self.stays = stays
-        self.used = 0
-        self.next_use: dict[HandleRecord, int] = {}
-        self.last_use: dict[HandleRecord, int] = {}
-        self.dirty: set[HandleRecord] = set()
-        self.evictions: list[tuple[HandleRecord, int]] = []
-        self.written_aside: dict[HandleRecord, int] = {}
+    def __init__(self, step: Touches, capacity: int, below: int | None, stays: Set[int]) -> None:
+        self.capacity, self.evictions, self.used = capacity, list[tuple[int, int]](), 0
+        self._sizes, self._stays, self._below = step.sizes, stays, below
+        self._held, self._spilled = set[int](), set[int]()  # tiles in the tier below, and on the disk under it
+        num = len(step.sizes)
+        self._next_use, self._last_use, self._dirty = [_ABSENT] * num, [0] * num, bytearray(num)
+        self._written_aside: dict[int, int] = {}  # position of the last writer of a tile, if that ran aside
         self._written: list[tuple[int, int, bool]] = []  # `Moves.evicted` of the present task
-        self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (-next use, handle), clean and dirty
-        self._by_id: dict[int, HandleRecord] = {}
+        self._heaps: tuple[list[int], list[int]] = ([], [])  # clean and dirty tiles, the latest next use first
 
-    def bring(self, data: Sequence[tuple[HandleRecord, bool, bool]], scratch: int, now: int) -> Moves:
-        """Fetch the data that a task misses, and evict tiles until it fits; return the copies.
+    def run(self, data: Sequence[tuple[int, bool, bool]], scratch: int, next_uses: Sequence[int], now: int, start: int) -> Moves:
+        """Fetch the data that a task misses, evict tiles until it fits, and release the data; return the copies.
 
         Args:
             data: entry of `Touches.data` of the task.
             scratch: its bytes of scratch.
-            now: position of the task, counted as the next uses are.
-        """
-        next_use, added, read, far_read, after = self.next_use, scratch, 0, 0, None
-        for handle, reads, _ in data:
-            if handle in next_use:
-                del next_use[handle]
-                continue
-            added += handle.size
-            if reads:
-                read += handle.size
-                if self.below is not None and handle in self.below.spilled:
-                    far_read += handle.size
-                if handle in self.written_aside:
-                    after = self.written_aside[handle] if after is None else max(after, self.written_aside[handle])
-        self.used += added
-        self._written = []
-        if self.used > self.capacity:
-            self.evict(now)
-        moves = Moves(self.used, added, read, far_read, self._written, after)
-        self.used -= scratch
-        return moves
-
-    def leave(self, data: Sequence[tuple[HandleRecord, bool, bool]], next_uses: Sequence[int], now: int, start: int) -> None:
-        """Release the data of a task that has ended: drop dead tiles; all others may be evicted from now on.
-
-        Args:
-            data: entry of `Touches.data` of the task.
             next_uses: next use of each entry of `data`, counted from `start`.
             now: position of the task, counted from `start`.
             start: number of tasks before the step.
         """
-        for (handle, _, writes), following in zip(data, next_uses, strict=True):
+        added, read, far_read, after, next_use = scratch, 0, 0, None, self._next_use
+        for tile, reads, _ in data:
+            if next_use[tile] != _ABSENT:
+                next_use[tile] = _ABSENT
+                continue
+            size = self._sizes[tile]
+            added += size
+            if reads:
+                read += size
+                far_read += size if tile in self._spilled else 0
+                if tile in self._written_aside:
+                    after = self._written_aside[tile] if after is None else max(after, self._written_aside[tile])
+        self.used += added
+        self._written = []
+        if self.used > self.capacity:
+            self._evict(start + now)
+        moves = Moves(self.used, added, read, far_read, self._written, after)
+        self.used -= scratch
+        last_use, dirty, heaps, stays, num = self._last_use, self._dirty, self._heaps, self._stays, len(self._sizes)
+        for (tile, _, writes), following in zip(data, next_uses, strict=True):
             if following == DEAD:
-                self._kill(handle)
-                continue
-            self.next_use[handle] = start + following
-            self.last_use[handle] = now
-            if handle in self.stays:
-                continue
-            if writes:
-                self.dirty.add(handle)
-                if self.below is not None:
-                    self.below.forget(handle)
-            self._by_id[handle.id] = handle
-            heapq.heappush(self._heaps[handle in self.dirty], (-start - following, handle.id))
+                self.used -= self._sizes[tile]
+                dirty[tile] = 0
+            else:
+                next_use[tile] = start + following
+                last_use[tile] = now
+                if tile not in stays:
+                    dirty[tile] |= writes
+                    heappush(heaps[dirty[tile]], tile - (start + following) * num)
+            if self._below is not None and (writes or following == DEAD):
+                self._forget(tile)
+        return moves
 
-    def pass_aside(self, data: Sequence[tuple[HandleRecord, bool, bool]], next_uses: Sequence[int], now: int, start: int) -> Moves:
-        """Account for a task that runs aside; arguments as in `leave`.
+    def run_aside(self, data: Sequence[tuple[int, bool, bool]], next_uses: Sequence[int], now: int, start: int) -> Moves:
+        """Account for a task that runs aside; arguments as in `run`.
 
         Of the resident tiles, dirty ones that it reads are written back first, and those that it overwrites are dropped.
         """
         self._written, far_read, far_written = [], 0, 0
-        for (handle, reads, writes), following in zip(data, next_uses, strict=True):
-            self._send(handle, now, reads=reads, drops=writes or following == DEAD)
-            if handle in self.next_use:
-                self.leave([(handle, reads, False)], [following], now, start)
+        for (tile, reads, writes), following in zip(data, next_uses, strict=True):
+            self.send(tile, reads=reads, drops=writes or following == DEAD)
+            if self._next_use[tile] != _ABSENT:
+                self._next_use[tile], self._last_use[tile] = start + following, now
+                heappush(self._heaps[self._dirty[tile]], tile - (start + following) * len(self._sizes))
             if writes:
-                self.written_aside[handle] = now
-            if self.below is not None:
-                if handle in self.below.spilled:
-                    far_read += handle.size if reads else 0
-                    far_written += handle.size if writes else 0
-                if following == DEAD:
-                    self.below.forget(handle)
+                self._written_aside[tile] = now
+            if tile in self._spilled:
+                far_read += self._sizes[tile] if reads else 0
+                far_written += self._sizes[tile] if writes else 0
+            if following == DEAD:
+                self._forget(tile)
         return Moves(self.used, 0, 0, far_read, self._written, far_written=far_written)
 
-    def drop_overwritten(self, handle: HandleRecord, now: int) -> None:
-        """Drop a tile that a task that runs aside overwrites next, unless the tile is dirty."""
-        if handle not in self.dirty:
-            self._send(handle, now, reads=False, drops=True)
-
-    def _send(self, handle: HandleRecord, now: int, *, reads: bool, drops: bool) -> None:
+    def send(self, tile: int, *, reads: bool, drops: bool) -> None:
         """Release a resident tile for a task that runs aside.
 
         Args:
-            handle: the tile.
-            now: position of the task.
+            tile: the tile.
             reads: whether the task reads the tile, which is written back for it if it is dirty.
-            drops: whether the tile is overwritten by the task or dead after it.
+            drops: whether the tile is dropped, unless it is dirty and not read, because it is overwritten by the task or dead after it.
         """
-        if handle not in self.next_use:
+        if self._next_use[tile] == _ABSENT:
             return
-        if handle in self.dirty and reads:
-            self._written.append((self.last_use.get(handle, now), handle.size, False))
-            self.dirty.discard(handle)
+        if self._dirty[tile] and reads:
+            self._written.append((self._last_use[tile], self._sizes[tile], False))
+            self._dirty[tile] = 0
         if drops:
-            self.used -= handle.size
-            del self.next_use[handle]
-            self.dirty.discard(handle)
+            self.used -= self._sizes[tile]
+            self._next_use[tile] = _ABSENT
+            self._dirty[tile] = 0
 
-    def _kill(self, handle: HandleRecord) -> None:
-        """Drop a dead tile."""
-        self.used -= handle.size
-        self.next_use.pop(handle, None)
-        self.dirty.discard(handle)
-        if self.below is not None:
-            self.below.forget(handle)
-
-    def evict(self, now: int) -> None:
+    def _evict(self, now: int) -> None:
         """Evict tiles until the others fit, or none may be evicted."""
         while self.used > self.capacity:
-            tops = [self._top(0), self._top(1)]
-            if tops[0] is None and tops[1] is None:
+            clean, dirty = self._latest(0), self._latest(1)
+            if clean is None and dirty is None:
                 return
-            prices = [(1 + which) / max(top[0] - now, 1) if top is not None else 3.0 for which, top in enumerate(tops)]
-            which = 0 if prices[0] <= prices[1] else 1
-            _, number = heapq.heappop(self._heaps[which])
-            handle = self._by_id[number]
-            self.evictions.append((handle, self.next_use.pop(handle)))
-            self.used -= handle.size
+            which = 1 if clean is None or (dirty is not None and 2 / max(dirty - now, 1) < 1 / max(clean - now, 1)) else 0
+            tile = heappop(self._heaps[which]) % len(self._sizes)
+            self.evictions.append((tile, self._next_use[tile]))
+            self._next_use[tile] = _ABSENT
+            self.used -= self._sizes[tile]
             if which:
-                is_far = self.below is not None and not self.below.take(handle)
-                self._written.append((self.last_use[handle], handle.size, is_far))
-                self.dirty.discard(handle)
+                self._written.append((self._last_use[tile], self._sizes[tile], self.spills(tile)))
+                self._dirty[tile] = 0
 
-    def _top(self, which: int) -> tuple[int, int] | None:
-        """Return (next use, id) of the first candidate of a heap, after stale entries are removed; None if it is empty."""
-        heap = self._heaps[which]
+    def _latest(self, which: int) -> int | None:
+        """Return the next use of the first tile of a heap, after stale entries are removed; None if it is empty."""
+        heap, num = self._heaps[which], len(self._sizes)
         while heap:
-            negative, number = heap[0]
-            handle = self._by_id[number]
-            if self.next_use.get(handle) == -negative and (handle in self.dirty) == bool(which):
-                return -negative, number
-            heapq.heappop(heap)
+            tile, following = heap[0] % num, -(heap[0] // num)
+            if self._next_use[tile] == following and self._dirty[tile] == which:
+                return following
+            heappop(heap)
         return None
 
+    def spills(self, tile: int) -> bool:
+        """Store a tile in the tier below; return whether it goes to the disk, because the tier is full."""
+        if self._below is None:
+            return False
+        if self._sizes[tile] > self._below:
+            self._spilled.add(tile)
+            return True
+        self._below -= self._sizes[tile]
+        self._held.add(tile)
+        return False
 
-def pass_through(step: Touches, positions: Sequence[int], capacity: int, *, below: int | None = None, only_files: bool = False) -> Passed:
-    """Simulate a step twice in a row; return the second pass.
+    def _forget(self, tile: int) -> None:
+        """Drop the copy below of a tile that has been overwritten or is dead."""
+        if self._below is None:
+            return
+        self._spilled.discard(tile)
+        if tile in self._held:
+            self._held.remove(tile)
+            self._below += self._sizes[tile]
+
+    def begin_again(self, period: int) -> None:
+        """Count positions of earlier uses from the end of the step."""
+        self._last_use = [now - period for now in self._last_use]
+        self._written_aside = {tile: now - period for tile, now in self._written_aside.items()}
+
+    def drop_overwritten(self, tile: int) -> None:
+        """Drop a tile that a task that runs aside overwrites next, unless the tile is dirty."""
+        if not self._dirty[tile]:
+            self.send(tile, reads=False, drops=True)
+
+
+def pass_through(
+    step: Touches, positions: Sequence[int], capacity: int, *, below: int | None = None, only_files: bool = False
+) -> tuple[list[Moves], list[tuple[HandleRecord, int]]]:
+    """Simulate a step twice in a row, of which the second time counts.
 
     Args:
         step: the step.
@@ -315,34 +269,31 @@ def pass_through(step: Touches, positions: Sequence[int], capacity: int, *, belo
         capacity: bytes that hold tiles between their uses.
         below: bytes of the tier below, which may spill to a disk; None if it holds everything.
         only_files: whether only tiles with data in files may be evicted, because there is no tier below.
+
+    Returns:
+        Copies for each task, whose positions count from the start of this step and are negative in the step before; and evicted tiles, each with the
+        position of its next use, which counts from the start of the step before.
     """
-    plan = step.plan
-    stays = {handle for handle in plan.uses if not plan.stays_in_file(handle)} if only_files else frozenset[HandleRecord]()
-    memory = _Memory(capacity, None if below is None else _filled(plan, below), stays)
+    plan, overwritten = step.plan, step.overwritten
+    stays = {tile for tile, handle in enumerate(step.handles) if only_files and not plan.stays_in_file(handle)}
+    memory = _Memory(step, capacity, below, stays)
+    exists = (tile for tile, handle in enumerate(step.handles) if plan.uses[handle].needs_data and handle not in plan.owned)
+    for tile in sorted(exists, key=lambda tile: plan.uses[step.handles[tile]].positions[0]):
+        if not plan.stays_in_file(step.handles[tile]):
+            memory.spills(tile)
     next_uses, period, moves = step.next_uses(positions), len(positions), list[Moves]()
     for start in (0, period):
         memory.evictions.clear()
         moves.clear()
-        for now, position in enumerate(positions):
-            data, following = step.data[position], next_uses[now]
-            if position in step.overwritten:
-                moves.append(memory.pass_aside(data, following, now, start))
+        for now, (position, following) in enumerate(zip(positions, next_uses, strict=True)):
+            data = step.data[position]
+            if position in overwritten:
+                moves.append(memory.run_aside(data, following, now, start))
                 continue
-            moves.append(memory.bring(data, step.scratch[position], start + now))
-            memory.leave(data, following, now, start)
-            if step.overwritten:
-                for (handle, _, _), next_use in zip(data, following, strict=True):
-                    if next_use != DEAD and handle in step.overwritten.get(positions[next_use % period], ()):
-                        memory.drop_overwritten(handle, now)
-        memory.last_use = {handle: now - period for handle, now in memory.last_use.items()}
-        memory.written_aside = {handle: now - period for handle, now in memory.written_aside.items()}
-    return Passed(moves, memory.evictions)
-
-
-def _filled(plan: StepPlan, capacity: int) -> _Below:
-    """Return the tier below at the start: it holds existing data in the order of first use, as far as its capacity allows."""
-    below = _Below(capacity)
-    for handle, use in plan.uses.items():
-        if use.needs_data and handle not in plan.owned and not plan.stays_in_file(handle):
-            below.take(handle)
-    return below
+            moves.append(memory.run(data, step.scratch[position], following, now, start))
+            if overwritten:
+                for (tile, _, _), next_use in zip(data, following, strict=True):
+                    if next_use != DEAD and tile in overwritten.get(positions[next_use % period], ()):
+                        memory.drop_overwritten(tile)
+        memory.begin_again(period)
+    return moves, [(step.handles[tile], position) for tile, position in memory.evictions]

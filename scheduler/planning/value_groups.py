@@ -15,10 +15,11 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .evaluation import AUTO
 from .forecast import Pace
 from .recompute import BLOCK, NONE, Recomputation, ValueGroup, Values, clones_of
 
+AUTO: Final = "auto"
+"""Value of `--recompute`, and of `--order`, that leaves the choice to the planner."""
 LEAST_SHARE: Final = 0.01
 """Share of the bytes of all groups below which a group is kept."""
 MOST_CLONES: Final = 64
@@ -27,7 +28,6 @@ AWAY: Final = 4
 """Ratio of the bytes of other data that is computed in the meantime to those of a value above which the value counts as away for a while."""
 
 PaceOf = Callable[[StepPlan], Pace]
-_Kind = tuple[str, str, str]
 
 
 def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
@@ -50,25 +50,12 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
 def all_groups(values: Values) -> list[ValueGroup]:
     """Return all groups of values that are away for a while, without their seconds.
 
-    A group has the results of one operation of one module, in every layer. Its name is the path of the module with the operation, and the number of
-    the result if the operation has several.
-    """
-    groups = []
-    for (path, op, number), layers in _kinds(values).items():
-        name = ".".join(filter(None, (path, op))) + number
-        in_order = tuple(tuple(handles) for _, handles in sorted(layers.items()))
-        if in_order:
-            groups.append(ValueGroup(op, name, in_order, sum(handle.size for handles in in_order for handle in handles)))
-    return groups
-
-
-def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecord]]]:
-    """Return the values of a step by kind (path with "*" for numbers, operation, number of its result as text) and layer (those numbers).
-
-    A value outside all modules is a layer of its own. Layers whose first value is not away for a while are left out.
+    A group has the results of one operation of one module, in every layer. Its name is the path of the module with "*" for numbers, the operation,
+    and the number of the result if the operation has several. A value outside all modules is a layer of its own. Layers whose first value is not away
+    for a while are left out.
     """
     plan = values.plan
-    kinds = defaultdict[_Kind, dict[tuple[int, ...], list[HandleRecord]]](lambda: defaultdict(list))
+    kinds = defaultdict[tuple[str, str], dict[tuple[int, ...], list[HandleRecord]]](lambda: defaultdict(list))
     for handle in plan.uses:
         if (value := values.of(handle)) is None:
             continue
@@ -76,12 +63,19 @@ def _kinds(values: Values) -> dict[_Kind, dict[tuple[int, ...], list[HandleRecor
         writer = plan.tasks[last]
         results = [result for result, mode in writer.accesses if mode not in (R, SCRATCH)]
         names = writer.label.path.split(".")
-        path = ".".join("*" if name.isdecimal() else name for name in names)
-        layer = tuple(int(name) for name in names if name.isdecimal()) if path else (last,)
-        layers = kinds[path, writer.name, f"[{results.index(handle)}]" if len(results) > 1 else ""]
+        layer = tuple(int(name) for name in names if name.isdecimal()) if writer.label.path else (last,)
+        path = ("*" if name.isdecimal() else name for name in names)
+        name = ".".join(filter(None, (*path, writer.name))) + (f"[{results.index(handle)}]" if len(results) > 1 else "")
+        layers = kinds[writer.name, name]
         if layer in layers or values.is_away_for(value, AWAY):
             layers[layer].append(handle)
-    return kinds
+    return [
+        ValueGroup(
+            op, name, tuple(tuple(layers[layer]) for layer in sorted(layers)), sum(handle.size for layer in layers.values() for handle in layer)
+        )
+        for (op, name), layers in kinds.items()
+        if layers
+    ]
 
 
 def priced(values: Values, groups: Sequence[ValueGroup], pace: PaceOf | None) -> list[ValueGroup]:
@@ -107,7 +101,15 @@ def _feeds_itself(values: Values, group: ValueGroup, others: Sequence[ValueGroup
     assert value is not None  # it is in a group
     handles = [handle for other in (*others, group) for handle in other.leading(1)]
     recomputed = clones_of(values, group.middle, handles)[1]
-    return not recomputed.isdisjoint(set(group.leading(1)).difference(values.made(value)))
+    return not recomputed.isdisjoint(set(group.leading(1)).difference(value.results))
+
+
+def leading_groups(groups: Sequence[ValueGroup], count: int, share: float = 1.0) -> Recomputation:
+    """Return the recomputation of the first `count` groups, of the last of them for a share of its layers."""
+    chosen = groups[:count]
+    handles = {handle for group in chosen for handle in group.leading(share if group is chosen[-1] else 1.0)}
+    name = ",".join(group.name for group in chosen) + ("" if share == 1 else f":{share:g}")
+    return Recomputation(name or NONE, handles, groups=groups)
 
 
 def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
@@ -119,7 +121,7 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     if recompute in (NONE, AUTO):
         return plan
     values = Values(plan)
-    return _asked_recomputation(values, recompute).apply(values)
+    return asked_recomputation(values, recompute).apply(values)
 
 
 def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Recomputation:
@@ -129,10 +131,10 @@ def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Recomp
         pace: as in `groups_of`.
     """
     values = Values(plan)
-    return replace(_asked_recomputation(values, recompute), groups=groups_of(values, pace))
+    return replace(asked_recomputation(values, recompute), groups=groups_of(values, pace))
 
 
-def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
+def asked_recomputation(values: Values, recompute: str) -> Recomputation:
     """Return what "none", "block" or names of operations recompute.
 
     Raises:
@@ -151,7 +153,7 @@ def _asked_recomputation(values: Values, recompute: str) -> Recomputation:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
             raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
         handles.update(handle for group in matching for handle in group.leading(_share_of(share)))
-    return Recomputation(inside=handles, asked=recompute)
+    return Recomputation(recompute, handles)
 
 
 def _share_of(text: str) -> float:
@@ -170,7 +172,7 @@ def most_again(plan: StepPlan) -> Iterator[StepPlan]:
     """Yield the steps with the largest recomputations that a planner chooses from, on any machine; none if nothing can be recomputed."""
     values = Values(plan)
     groups = groups_of(values, None)
-    largest = Recomputation(groups, len(groups)), values_in_blocks(values)
+    largest = leading_groups(groups, len(groups)), values_in_blocks(values)
     return (recomputation.apply(values) for recomputation in largest if recomputation.name != NONE)
 
 
@@ -190,4 +192,4 @@ def values_in_blocks(values: Values) -> Recomputation:
             between.add(handle)
         elif plan.tasks[value.wanted].label.block != block and values.is_away_for(value, 1):
             inside.add(handle)
-    return Recomputation(inside=inside, between=between)
+    return Recomputation(BLOCK if inside else NONE, inside, between)

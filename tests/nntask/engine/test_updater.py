@@ -20,8 +20,8 @@ from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettin
 from nntask.hardware.machine_model import this_machine
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture, needs_of
+from nntask.planning.run_candidates import expected
 from nntask.planning.simulate import plan_run
-from nntask.planning.updater import expected
 from scheduler import DoesNotFit, Runtime, Trace
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import PlannedOrder

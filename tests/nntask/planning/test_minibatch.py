@@ -17,11 +17,14 @@ from nntask.errors import DoesNotFit, UsageError
 from nntask.hardware.machine_model import MachineModel, this_machine
 from nntask.hardware.machine_spec import MachineSpec, with_budgets
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning import minibatch
-from nntask.planning.minibatch import choose_minibatch
-from nntask.planning.updater import plan_updater
+from nntask.planning import run_candidates
+from nntask.planning.run_candidates import best_updater, choose_minibatch
+from scheduler.core.step_plan import StepPlan
+from scheduler.planning import PlannedOrder
+from scheduler.planning.forecast import Forecast
 from wrappers.cli import main
 
+NOTHING = StepPlan([], {})
 CONFIG = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=4, n_head=2)
 
 
@@ -40,7 +43,7 @@ def fits(size: int, **resources: Any) -> bool:
     """Whether a number of sequences fits this machine."""
     asked = settings(size, **resources)
     run = resolve(asked, CONFIG, machine=machine_of(asked))
-    return plan_updater(run, this_machine(run.machine)).needs is None
+    return best_updater(run, this_machine(run.machine)).needs is None
 
 
 @pytest.mark.parametrize("ram", ["1GiB", "6MB", "3500KB", "2700KB"])
@@ -53,6 +56,16 @@ def test_the_choice_fits_and_divides(ram: str) -> None:
     assert fits(number, ram=ram)
     assert chosen.reason.startswith(f"{number}, ")
     assert replace(chosen.settings, tiling=asked.tiling) == asked
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [((1.0, 0.97, 0.96), 1), ((1.0, 0.94, 0.9), 2), ((1.0, 0.8, 0.7), 3), ((0.9, 0.8, 1.0), 2)])
+def test_a_later_candidate_must_be_clearly_faster(seconds: tuple[float, ...], expected: int) -> None:
+    """Than the one that is preferred so far: a few percent may be the error of a forecast."""
+    candidates = {
+        number: run_candidates.PlannedRun(None, None, None, PlannedOrder("layers", NOTHING, {"layers": Forecast(1, 1, each)}))  # type: ignore[arg-type]
+        for number, each in enumerate(seconds, 1)
+    }
+    assert run_candidates._preferred(candidates) == expected
 
 
 def test_a_number_is_left_alone() -> None:
@@ -89,14 +102,14 @@ def test_minibatches_of_too_many_tasks_are_left_out(monkeypatch: pytest.MonkeyPa
     asked = settings()
     target = imaginary_machine("1x2GiB@1TF", asked.resources, "25GB", "", "")
     machine = devices_of(asked.resources, asked.model.dtype, checks=False)
-    few = minibatch.with_few_tasks
+    few = run_candidates.with_few_tasks
 
     def with_few_tasks(run: RunConfig, on: MachineModel) -> RunConfig:
         if run.step.minibatch < least:
             raise DoesNotFit("too many tasks")
         return few(run, on)
 
-    monkeypatch.setattr(minibatch, "with_few_tasks", with_few_tasks)
+    monkeypatch.setattr(run_candidates, "with_few_tasks", with_few_tasks)
     least = 6
     assert choose_minibatch(asked, CONFIG, machine, target).settings.tiling.minibatch in (6, 12)
     least = 13

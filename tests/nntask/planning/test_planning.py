@@ -23,16 +23,18 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.runtimes import open_runtime
 from nntask.io.units import format_least, parse_size
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning import fit_advice, memory_fit
+from nntask.planning import fit_advice, memory_fit, run_candidates, virtual_replay
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
 from scheduler.core.shortage import Shortage
+from scheduler.core.step_plan import StepPlan
 from scheduler.execution.workers import SIM_DEPTH
-from scheduler.planning.finalists import NEAR, PLAIN
+from scheduler.planning.choice import NEAR, PLAIN
 from scheduler.planning.orders import candidates
 from scheduler.planning.step_structure import structure_of
+from scheduler.simulation import Simulation, simulate
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)
@@ -95,9 +97,16 @@ def test_minimum_budgets_are_enough_and_one_page_less_is_not() -> None:
     assert "--disk DIR:" in refused["advice"][0]
 
 
-def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
+def test_short_memory_moves_what_the_order_is_expected_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of what is needed: of the orders forecast about as fast as the fastest, the one that virtual time finds fastest, whose seconds are
-    those that are printed; the budget is respected."""
+    those that are printed; the budget is respected. No plan is replayed twice."""
+    replayed: list[StepPlan] = []
+
+    def watch(plan: StepPlan, **how: Any) -> Simulation:
+        replayed.append(plan)
+        return simulate(plan, **how)
+
+    monkeypatch.setattr(virtual_replay, "simulate", watch)
     needed = plan_run(settings(), CONFIG)["needed_bytes"]
     plan = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB", recompute="auto"), CONFIG)
     assert plan["feasible"]
@@ -105,6 +114,7 @@ def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
     seconds = plan["forecast_seconds"]  # this machine's, as busy as it is now
     assert seconds[plan["order"]] <= NEAR * PLAIN * min(seconds.values())
     assert plan["judged_seconds"] == plan["seconds_per_step"] > 0
+    assert len({id(each) for each in replayed}) == len(replayed) > 2
     assert plan["peak_bytes"]["ram"] <= needed // 4
 
 
@@ -277,11 +287,11 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
     flags = settings(ncpu=None, ram="")
     asked = resolve(flags, wide, machine=devices_of(flags.resources, "auto"))
     target = imaginary_machine("1x1MiB", flags.resources)
-    coarse = planning._in_coarse_tiles(asked, target)
+    coarse = run_candidates._in_coarse_tiles(asked, target)
     num_tasks = memory_fit.TASKS_PER_WORK * 4 * memory_fit.work_of(coarse)
     for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
         monkeypatch.setattr(memory_fit, "MOST_TASKS", most)
-        found = planning.with_few_tasks(asked, target)
+        found = run_candidates.with_few_tasks(asked, target)
         assert (found != coarse) == grows
     largest = found.model.tiling.inner_tile * found.model.tiling.embd_tile * 4
     assert largest <= (1 << 20) // LARGEST_SHARE

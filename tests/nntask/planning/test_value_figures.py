@@ -11,7 +11,7 @@ from nntask.config.settings import DataSettings, ResourceSettings, TilingSetting
 from nntask.hardware.machine_model import this_machine
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import HEAD, cells, headline, order_figures, value_lines
-from nntask.planning.updater import choose_updater
+from nntask.planning.run_candidates import planned_run
 
 CONFIG = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=4, n_head=2)
 
@@ -20,7 +20,7 @@ def figures_of(**resources: Any) -> dict[str, Any]:
     """The figures of a step that holds 7 MiB, on two CPU workers."""
     tiling = TilingSettings(batch=8, minibatch=8, minibatch_tile=4)
     run = resolve(TrainSettings(data=DataSettings(tokenizer="bytes"), tiling=tiling, resources=ResourceSettings(ncpu=2, **resources)), CONFIG)
-    return order_figures(choose_updater(run).order, run, this_machine(run.machine))
+    return order_figures(planned_run(run).order, run, this_machine(run.machine))
 
 
 def test_everything_fits() -> None:

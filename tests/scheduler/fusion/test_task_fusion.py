@@ -26,7 +26,7 @@ from scheduler.execution.trace import Trace
 from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, by_size, packed
 from scheduler.fusion.task_fusion import fuse, fuse_if_it_fits
 from scheduler.planning.device_share import largest_device_bytes
-from scheduler.planning.planned_order import PlannedOrder
+from scheduler.planning.evaluation import PlannedOrder
 from scheduler.storage.device import DeviceMemory
 from scheduler.testing.gpu import FakeStream
 

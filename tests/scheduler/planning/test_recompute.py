@@ -13,8 +13,8 @@ from scheduler.core.codelet import Codelet, Tail
 from scheduler.core.records import HandleRecord
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning import AUTO, BLOCK, NONE, PlanningMachine, as_asked, choose_plan, last_tier_bytes, most_again
+from scheduler.planning.choice import NEAR, ORDERS, OTHERS
 from scheduler.planning.evaluation import MARGIN
-from scheduler.planning.finalists import NEAR, ORDERS, OTHERS
 from scheduler.planning.forecast import Pace
 from scheduler.planning.recompute import Values, recomputed
 from scheduler.planning.value_groups import all_groups, groups_of
@@ -197,13 +197,11 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
     kept, chosen = (choose_plan(plan, order, each, PlanningMachine(**short)) for each in (NONE, AUTO))
     assert chosen.recompute.startswith("layers.*.widen")
     assert chosen.seconds < 0.9 * kept.seconds
-    assert chosen.recomputation is not None
     assert chosen.recomputation.seconds_without == kept.seconds
     assert choose_plan(plan, order, chosen.recompute, PlanningMachine(**short)).seconds == chosen.seconds
     least = min(last_tier_bytes(each, computes=True) for each in most_again(plan))
     fitting = choose_plan(plan, order, AUTO, PlanningMachine(memory=least, last=least, computes_on_last=True, pace=pace))
     assert last_tier_bytes(fitting.plan, computes=True) <= least < last_tier_bytes(plan, computes=True)
-    assert fitting.recomputation is not None
     assert fitting.recomputation.seconds_without == inf
     assert [group.seconds for group in fitting.recomputation.groups] == [group.seconds for group in chosen.recomputation.groups]  # not bytes
 
@@ -215,7 +213,6 @@ def test_a_mix_with_which_everything_fits_moves_nothing() -> None:
     assert found.recompute.startswith("layers.*.widen")
     assert found.plan.needed_bytes() <= int(0.6 * plan.needed_bytes())
     assert (found.name, found.moved_bytes, found.seconds) == ("submission", 0, pytest.approx(1e-3 * len(found.plan.tasks)))
-    assert found.recomputation is not None
     assert found.seconds < (found.recomputation.seconds_without or 0)
 
 
