@@ -235,6 +235,7 @@ class Replay:
         has_aside: whether any of its tasks runs aside.
         turns: tasks of kind host, which are admitted in this order (`Dispatch.take_turns`).
         heads: for each partition, an index into its positions before which all tasks have ended.
+        returned: for each entry of `returns`, the number of its pairs that this replay has handled.
         makes: for each position, the bytes of temporaries that its task is the first to write.
         passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch if tasks run on the
             last tier.
@@ -259,6 +260,7 @@ class Replay:
     has_aside: bool = False
     turns: Sequence[Task] = ()
     heads: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
     frontier: int = 0

@@ -387,3 +387,4 @@ def begin_replay(replay: Replay, nodes: Sequence[NodeId]) -> None:
     replay.frontier = 0
     replay.partition_nodes = nodes if len(nodes) == len(replay.partitions) else ()
     replay.heads = [0] * len(replay.partition_nodes)
+    replay.returned = [0] * len(replay.returns)
