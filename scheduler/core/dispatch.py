@@ -93,7 +93,7 @@ class Dispatch:
     def begin(self, replay: Replay) -> None:
         """Prepare for the tasks of a new replay."""
         self.turns += replay.turns
-        if replay.has_pins:
+        if replay.plan.has_pins:
             self.keep_pins()
 
     def keep_pins(self) -> None:
@@ -120,14 +120,14 @@ class Dispatch:
         step = task.step
         if step is not None:
             order = task.order = step.first_order + task.position
-            if step.window != ANY and order > self._foresight.order + step.window:
+            if step.plan.window != ANY and order > self._foresight.order + step.plan.window:
                 heapq.heappush(self.throttled, (order, task.id, task, worker))
                 return
         self._hand_over(task, worker, actions)
 
     def _hand_over(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Give a ready task to the policy; a task of kind "host", which needs no worker, is admitted at once or in its turn."""
-        if task.kinds[0] != "host":
+        if task.spec.kinds[0] != "host":
             self.num_ready += 1
             self.policy.push(task, worker)
         elif task.step is None:
@@ -146,7 +146,7 @@ class Dispatch:
         """
         while self.turns:
             task = self.turns[0]
-            if task.state != "ready" or (task.step is not None and task.order > self._foresight.order + task.step.window):
+            if task.state != "ready" or (task.step is not None and task.order > self._foresight.order + task.step.plan.window):
                 return
             self._assign(task, self.host, actions)
 
@@ -155,7 +155,7 @@ class Dispatch:
         throttled, order = self.throttled, self._foresight.order
         while throttled:
             task, worker = throttled[0][2:]
-            if task.step is not None and task.order > order + task.step.window:
+            if task.step is not None and task.order > order + task.step.plan.window:
                 return
             heapq.heappop(throttled)
             self._hand_over(task, worker, actions)
@@ -226,7 +226,7 @@ class Dispatch:
 
     def pass_turn(self, task: Task) -> None:
         """Let the next task of kind host have its turn, because a task is admitted or will never run."""
-        if task.kinds[0] == "host" and task in self.turns:
+        if task.spec.kinds[0] == "host" and task in self.turns:
             self.turns.remove(task)
 
     def stage(self, task: Task, worker: Worker, actions: list[Action]) -> None:
@@ -318,7 +318,7 @@ class Dispatch:
         """
         tried: set[NodeId] = set()
         for worker in (self.host, *self.joined):
-            if worker.kind in task.kinds and worker.node not in tried and (task.pin is None or task.pin == worker.id):
+            if worker.kind in task.spec.kinds and worker.node not in tried and (task.spec.pin is None or task.spec.pin == worker.id):
                 tried.add(worker.node)
                 if self._admit_blocked(task, worker, actions) or self._copies:
                     return True
@@ -333,10 +333,10 @@ class Dispatch:
         drawer = self.workers[task.worker]
         if len(drawer.assigned) < drawer.depth:
             return drawer
-        if task.pin is not None:
+        if task.spec.pin is not None:
             return None
         for worker in self.joined:
-            if worker.node == task.node and worker.kind in task.kinds and len(worker.assigned) < worker.depth:
+            if worker.node == task.node and worker.kind in task.spec.kinds and len(worker.assigned) < worker.depth:
                 return worker
         return None
 

@@ -163,7 +163,7 @@ class Machine:
         self.num_unfinished += 1
         for handle, _ in task.accesses:
             handle.num_uses += 1
-        if task.pin is not None:
+        if task.spec.pin is not None:
             self._dispatch.keep_pins()
         graph.link(task)
         if not task.num_waiting:

@@ -5,7 +5,7 @@
   admitted early, because the node of a later task is unknown.
 - Data that the window misses is fetched in planned order, until enough copies are in progress: into free memory, or over clean data that is used
   later. While a task waits for memory the copies are few, and each replaces data that is used later than its own, so they end.
-- Then data that the forecast expects back is fetched from the position on at which the forecast has room for it (`Replay.returns`).
+- Then data that the forecast expects back is fetched from the position on at which the forecast has room for it (`ReplayPlan.returns`).
 
 The copies are few, because the copies that a task waits for follow them. `write_back` frees memory early.
 """
@@ -132,7 +132,7 @@ class Lookahead:
         for replay in tuple(self.replicas.foresight.replays):
             done, tasks = replay.done, replay.tasks
             for position in self._positions_ahead(replay):
-                if not done[position] and not tasks[position].aside:
+                if not done[position] and not tasks[position].spec.aside:
                     yield replay, position
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:
@@ -142,7 +142,7 @@ class Lookahead:
         if self.node not in replay.partition_nodes:
             return ()
         partition = replay.partition_nodes.index(self.node)
-        positions, head, done = replay.partitions[partition], replay.heads[partition], replay.done
+        positions, head, done = replay.plan.partitions[partition], replay.heads[partition], replay.done
         while head < len(positions) and done[positions[head]]:
             head += 1
         replay.heads[partition] = head
@@ -154,9 +154,9 @@ class Lookahead:
         order = replicas.foresight.order
         for replay in tuple(replicas.foresight.replays):
             which = replay.partition_nodes.index(self.node) if self.node in replay.partition_nodes else 0
-            if which >= len(replay.returns):
+            if which >= len(replay.plan.returns):
                 continue
-            returns = replay.returns[which]
+            returns = replay.plan.returns[which]
             for index in range(replay.returned[which], len(returns)):
                 begin, position = returns[index]
                 if replay.first_order + begin > order or not self._fetch_for(replay, position, actions):
