@@ -11,7 +11,6 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Final, Literal
 
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
@@ -20,31 +19,8 @@ from .memory.compaction import Compaction
 from .memory.replicas import Replicas
 from .performance_model import Estimates
 from .policies import Explained, Pinned, Placement, Policy
-from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, TaskState, Worker, WorkerId
-
-TaskEvent = Literal[
-    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished",
-    "raised", "reads lost data", "never fits",
-]  # fmt: skip
-
-TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
-    ("waiting", "freed"): "ready",
-    ("waiting", "reads lost data"): "cancelled",
-    ("ready", "drawn, no free bytes"): "blocked",
-    ("ready", "drawn, inputs missing"): "fetching",
-    ("ready", "drawn, fits"): "staged",
-    ("ready", "reads lost data"): "cancelled",
-    ("blocked", "drawn, inputs missing"): "fetching",
-    ("blocked", "drawn, fits"): "staged",
-    ("blocked", "never fits"): "cancelled",
-    ("blocked", "reads lost data"): "cancelled",
-    ("fetching", "inputs arrived"): "staged",
-    ("fetching", "reads lost data"): "cancelled",
-    ("staged", "worker free"): "running",
-    ("running", "finished"): "done",
-    ("running", "raised"): "failed",
-}
-"""(state, event) -> next state of a task. A recorded task starts every replay as waiting. A task may pass "ready" and "staged" within one event."""
+from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from .task_states import FITS, FREED, INPUTS_ARRIVED, INPUTS_MISSING, NO_FREE_BYTES, WORKER_FREE
 
 
 class Dispatch:
@@ -116,7 +92,7 @@ class Dispatch:
 
     def push(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Take a task without unfinished predecessors; `worker` ran the last of them, if any did."""
-        task.state = "ready"
+        task.state = FREED[task.state]
         step = task.step
         if step is not None:
             order = task.order = step.first_order + task.position
@@ -192,7 +168,7 @@ class Dispatch:
         line = self.blocked[worker.node]
         is_behind = line and line[0].order < task.order and not self._admission.needs_no_bytes(task, worker.node)
         if is_behind or not self._admit(task, worker, actions):
-            task.state = "blocked"
+            task.state = NO_FREE_BYTES[task.state]
             task.worker = worker.id
             task.node = worker.node
             line.append(task)
@@ -217,11 +193,11 @@ class Dispatch:
         elif task.step is not None:
             self.pass_turn(task)
         if task.num_arriving:
-            task.state = "fetching"
-        elif worker.running is None:  # hot path: `stage`
+            task.state = INPUTS_MISSING[task.state]
+            return True
+        task.state = FITS[task.state]
+        if worker.running is None:
             self._run(task, worker, actions)
-        else:
-            task.state = "staged"
         return True
 
     def pass_turn(self, task: Task) -> None:
@@ -230,16 +206,15 @@ class Dispatch:
             self.turns.remove(task)
 
     def stage(self, task: Task, worker: Worker, actions: list[Action]) -> None:
-        """Run a task whose data is in place, or stage it until its worker is free."""
+        """Stage a task whose inputs have arrived; run it if its worker is free."""
+        task.state = INPUTS_ARRIVED[task.state]
         if worker.running is None:
             self._run(task, worker, actions)
-        else:
-            task.state = "staged"
 
     def _run(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         if self._replicas.has_several:
             self._replicas.invalidate_others(task, actions)
-        task.state = "running"
+        task.state = WORKER_FREE[task.state]
         if worker is not self.host:
             worker.running = task
         self.num_active += 1
