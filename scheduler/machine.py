@@ -13,7 +13,7 @@ from .core.memory.extents import PAGE, rounded
 from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
-from .core.records import FILE, PROGRAM, HandleRecord, NodeId, Task, WorkerId, WorkerKind
+from .core.records import FILE, PROGRAM, HandleRecord, NodeId, WorkerId, WorkerKind
 from .core.shortage import access_sizes
 from .core.step_plan import Phase, RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
@@ -49,7 +49,6 @@ __all__ = [
     "Rate",
     "RecordedTask",
     "StepPlan",
-    "Task",
     "WorkerId",
     "WorkerKind",
     "access_sizes",

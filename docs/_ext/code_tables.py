@@ -31,8 +31,8 @@ def modules_markdown(package: str) -> str:
 
 def transitions_markdown(which: str) -> str:
     """The table of transitions of "task" or "replica" states."""
-    from scheduler.core.dispatch import TASK_TRANSITIONS
     from scheduler.core.memory.coherence import TRANSITIONS
+    from scheduler.core.task_states import TASK_TRANSITIONS
 
     if which == "task":
         first, begin, last, end = "waiting", "submitted", ("done", "failed", "cancelled"), ""

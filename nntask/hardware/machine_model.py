@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
 from scheduler.drivers import THREADS, staging_nbytes
-from scheduler.machine import ASIDE_DEPTH, SIM_DEPTH, Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, key_of
+from scheduler.machine import ASIDE_DEPTH, SIM_DEPTH, Models, NodeId, Rate, RecordedTask, StepPlan, WorkerKind, key_of
 from scheduler.planning import Pace, pace_of
 from scheduler.simulation import Duration
 from scheduler.storage import PerfStore, machine_fingerprint
@@ -222,7 +222,7 @@ class Durations:
 
 def durations(plan: StepPlan, target: MachineModel) -> Durations:
     """Return the durations of a plan's tasks on each kind of worker of a machine."""
-    keys = [key_of(cast(Task, task)) for task in plan.tasks]
+    keys = [key_of(task) for task in plan.tasks]
     examples: dict[tuple[str, int], RecordedTask] = dict(zip(keys, plan.tasks, strict=True))
     rates = target.rates
     seconds: dict[str, Sequence[float]] = {}

@@ -19,11 +19,11 @@ from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import scheduler
 from scheduler import Runtime, Trace
-from scheduler.machine import Accesses, RecordedTask, StepPlan, Task, key_of
+from scheduler.machine import Accesses, RecordedTask, StepPlan, key_of
 
 from ..config.run_config import RunConfig
 from ..config.tile_sizes import TILE_FLAGS, retiled
@@ -263,4 +263,4 @@ def _kernel_seconds(whole: StepPlan, trial: StepPlan, seconds: Sequence[float]) 
 
 def _kind(task: RecordedTask) -> tuple[str, int]:
     """Return a key that is equal for tasks of equal cost."""
-    return key_of(cast(Task, task))
+    return key_of(task)

@@ -17,7 +17,7 @@ from ..core.errors import DoesNotFit, TierFailed
 from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import NEW, HandleRecord, Mode, Task, WorkerId
+from ..core.records import NEW, HandleRecord, Mode, Task, TaskSpec, WorkerId
 from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
@@ -230,9 +230,7 @@ class Runtime(RecordingRuntime):
             self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
             return
         plain = tuple([(handle.record, mode) for handle, mode in accesses])
-        task = Task(NEW, codelet, codelet.name, kinds, plain, constants, priority)
-        if pin is not None:
-            task.pin = pin
+        task = Task(NEW, TaskSpec(codelet, codelet.name, kinds, plain, constants, priority, pin), plain)
         self._executor.bring(TaskSubmitted(task), task)
 
     def wait(self) -> None:

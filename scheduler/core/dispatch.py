@@ -11,7 +11,6 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Final, Literal
 
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
@@ -20,31 +19,8 @@ from .memory.compaction import Compaction
 from .memory.replicas import Replicas
 from .performance_model import Estimates
 from .policies import Explained, Pinned, Placement, Policy
-from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, TaskState, Worker, WorkerId
-
-TaskEvent = Literal[
-    "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished",
-    "raised", "reads lost data", "never fits",
-]  # fmt: skip
-
-TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
-    ("waiting", "freed"): "ready",
-    ("waiting", "reads lost data"): "cancelled",
-    ("ready", "drawn, no free bytes"): "blocked",
-    ("ready", "drawn, inputs missing"): "fetching",
-    ("ready", "drawn, fits"): "staged",
-    ("ready", "reads lost data"): "cancelled",
-    ("blocked", "drawn, inputs missing"): "fetching",
-    ("blocked", "drawn, fits"): "staged",
-    ("blocked", "never fits"): "cancelled",
-    ("blocked", "reads lost data"): "cancelled",
-    ("fetching", "inputs arrived"): "staged",
-    ("fetching", "reads lost data"): "cancelled",
-    ("staged", "worker free"): "running",
-    ("running", "finished"): "done",
-    ("running", "raised"): "failed",
-}
-"""(state, event) -> next state of a task. A recorded task starts every replay as waiting. A task may pass "ready" and "staged" within one event."""
+from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from .task_states import FITS, FREED, INPUTS_ARRIVED, INPUTS_MISSING, NO_FREE_BYTES, WORKER_FREE
 
 
 class Dispatch:
@@ -93,7 +69,7 @@ class Dispatch:
     def begin(self, replay: Replay) -> None:
         """Prepare for the tasks of a new replay."""
         self.turns += replay.turns
-        if replay.has_pins:
+        if replay.plan.has_pins:
             self.keep_pins()
 
     def keep_pins(self) -> None:
@@ -116,18 +92,18 @@ class Dispatch:
 
     def push(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Take a task without unfinished predecessors; `worker` ran the last of them, if any did."""
-        task.state = "ready"
+        task.state = FREED[task.state]
         step = task.step
         if step is not None:
             order = task.order = step.first_order + task.position
-            if step.window != ANY and order > self._foresight.order + step.window:
+            if step.plan.window != ANY and order > self._foresight.order + step.plan.window:
                 heapq.heappush(self.throttled, (order, task.id, task, worker))
                 return
         self._hand_over(task, worker, actions)
 
     def _hand_over(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Give a ready task to the policy; a task of kind "host", which needs no worker, is admitted at once or in its turn."""
-        if task.kinds[0] != "host":
+        if task.spec.kinds[0] != "host":
             self.num_ready += 1
             self.policy.push(task, worker)
         elif task.step is None:
@@ -146,7 +122,7 @@ class Dispatch:
         """
         while self.turns:
             task = self.turns[0]
-            if task.state != "ready" or (task.step is not None and task.order > self._foresight.order + task.step.window):
+            if task.state != "ready" or (task.step is not None and task.order > self._foresight.order + task.step.plan.window):
                 return
             self._assign(task, self.host, actions)
 
@@ -155,7 +131,7 @@ class Dispatch:
         throttled, order = self.throttled, self._foresight.order
         while throttled:
             task, worker = throttled[0][2:]
-            if task.step is not None and task.order > order + task.step.window:
+            if task.step is not None and task.order > order + task.step.plan.window:
                 return
             heapq.heappop(throttled)
             self._hand_over(task, worker, actions)
@@ -192,7 +168,7 @@ class Dispatch:
         line = self.blocked[worker.node]
         is_behind = line and line[0].order < task.order and not self._admission.needs_no_bytes(task, worker.node)
         if is_behind or not self._admit(task, worker, actions):
-            task.state = "blocked"
+            task.state = NO_FREE_BYTES[task.state]
             task.worker = worker.id
             task.node = worker.node
             line.append(task)
@@ -217,29 +193,28 @@ class Dispatch:
         elif task.step is not None:
             self.pass_turn(task)
         if task.num_arriving:
-            task.state = "fetching"
-        elif worker.running is None:  # hot path: `stage`
+            task.state = INPUTS_MISSING[task.state]
+            return True
+        task.state = FITS[task.state]
+        if worker.running is None:
             self._run(task, worker, actions)
-        else:
-            task.state = "staged"
         return True
 
     def pass_turn(self, task: Task) -> None:
         """Let the next task of kind host have its turn, because a task is admitted or will never run."""
-        if task.kinds[0] == "host" and task in self.turns:
+        if task.spec.kinds[0] == "host" and task in self.turns:
             self.turns.remove(task)
 
     def stage(self, task: Task, worker: Worker, actions: list[Action]) -> None:
-        """Run a task whose data is in place, or stage it until its worker is free."""
+        """Stage a task whose inputs have arrived; run it if its worker is free."""
+        task.state = INPUTS_ARRIVED[task.state]
         if worker.running is None:
             self._run(task, worker, actions)
-        else:
-            task.state = "staged"
 
     def _run(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         if self._replicas.has_several:
             self._replicas.invalidate_others(task, actions)
-        task.state = "running"
+        task.state = WORKER_FREE[task.state]
         if worker is not self.host:
             worker.running = task
         self.num_active += 1
@@ -318,7 +293,7 @@ class Dispatch:
         """
         tried: set[NodeId] = set()
         for worker in (self.host, *self.joined):
-            if worker.kind in task.kinds and worker.node not in tried and (task.pin is None or task.pin == worker.id):
+            if worker.kind in task.spec.kinds and worker.node not in tried and (task.spec.pin is None or task.spec.pin == worker.id):
                 tried.add(worker.node)
                 if self._admit_blocked(task, worker, actions) or self._copies:
                     return True
@@ -333,10 +308,10 @@ class Dispatch:
         drawer = self.workers[task.worker]
         if len(drawer.assigned) < drawer.depth:
             return drawer
-        if task.pin is not None:
+        if task.spec.pin is not None:
             return None
         for worker in self.joined:
-            if worker.node == task.node and worker.kind in task.kinds and len(worker.assigned) < worker.depth:
+            if worker.node == task.node and worker.kind in task.spec.kinds and len(worker.assigned) < worker.depth:
                 return worker
         return None
 

@@ -8,8 +8,6 @@ other tasks. This does not hold for plain tasks: it is unknown which of the late
 
 from __future__ import annotations
 
-from typing import Literal
-
 from .dispatch import Dispatch
 from .errors import TaskError
 from .events import Action, CopyFailed, ReportFailure
@@ -66,13 +64,12 @@ class Losses:
                 return True
         return False
 
-    def give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action], *, keeps: bool) -> None:
-        """Report a task that failed or was cancelled, and mark its outputs as lost.
+    def give_up(self, task: Task, error: BaseException, actions: list[Action], *, keeps: bool) -> None:
+        """Report a task that has failed or was cancelled, and mark its outputs as lost.
 
         Args:
             keeps: whether the task has not begun, so that outputs of a replay may become stale instead.
         """
-        task.state = state
         step = task.step
         if step is not None:
             step.done[task.position] = 1
@@ -80,7 +77,7 @@ class Losses:
                 step.updated = {use.handle: use.first_writer for use in step.shared if use.needs_data}
         stale = {} if step is None else step.stale
         root = next((why for handle, mode in task.accesses if mode != W and (why := handle.root or stale.get(handle)) is not None), None)
-        reason = f"{task!r} {state}: {error}"
+        reason = f"{task!r} {task.state}: {error}"
         if root is not None:  # name the first failure only: the text of a long chain of tasks would be as long as the chain
             reason = f"{task!r} was cancelled, because {root}"
         for handle, mode in task.accesses:

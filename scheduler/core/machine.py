@@ -18,7 +18,7 @@ from typing import Final
 
 from . import dependencies as graph
 from .dispatch import Dispatch
-from .errors import InvalidEvent
+from .errors import InvalidEvent, TaskError
 from .events import (
     Action,
     CopyFailed,
@@ -47,6 +47,7 @@ from .records import SCRATCH, HandleRecord, R, Replay, Task, Worker
 from .stalls import Stalls
 from .step_plan import begin_replay
 from .story import stalled, tell
+from .task_states import FINISHED, NEVER_FITS, RAISED, READS_LOST_DATA, REPLAYED, ImpossibleTransition
 
 HISTORY: Final = 512
 """Number of events remembered for stories."""
@@ -142,9 +143,13 @@ class Machine:
         self._foresight.clock += 1
         self._history.append(event)
         actions: list[Action] = []
-        self.handlers[type(event)](event, actions)
-        if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel:
-            self._make_progress(actions)
+        try:
+            self.handlers[type(event)](event, actions)
+            if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel:
+                self._make_progress(actions)
+        except ImpossibleTransition as error:
+            task = getattr(event, "task", None)
+            raise InvalidEvent(f"{type(event).__name__}{'' if task is None else f' of {task!r}'}: {error}\n{tell(self._history, task)}") from None
         if self._lookaheads.by_node and self._foresight.replays:
             self._lookaheads.run(event, actions)
         return actions
@@ -163,7 +168,7 @@ class Machine:
         self.num_unfinished += 1
         for handle, _ in task.accesses:
             handle.num_uses += 1
-        if task.pin is not None:
+        if task.spec.pin is not None:
             self._dispatch.keep_pins()
         graph.link(task)
         if not task.num_waiting:
@@ -204,8 +209,7 @@ class Machine:
 
     def _on_task_finished(self, event: TaskFinished, actions: list[Action]) -> None:
         task = event.task
-        if task.state != "running":
-            raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self._history, task)}")
+        task.state = FINISHED[task.state]
         replicas, losses = self._replicas, self._losses
         has_several = replicas.has_several
         if task.step is not None:
@@ -228,13 +232,11 @@ class Machine:
                 replica.pins -= 1
             if not uses and handle.released:
                 losses.free(handle, actions)
-        task.state = "done"
         self._retire(task, actions)
 
     def _on_task_failed(self, event: TaskFailed, actions: list[Action]) -> None:
         task = event.task
-        if task.state != "running":
-            raise InvalidEvent(f"{task!r} failed while {task.state}\n{tell(self._history, task)}")
+        task.state = RAISED[task.state]
         for replica in task.replicas:
             if event.has_begun:
                 self._replicas.unpin(replica)
@@ -242,7 +244,7 @@ class Machine:
                     self._replicas.drop(replica, actions)
             else:
                 self._losses.let_go(replica, actions)
-        self._losses.give_up(task, event.error, "failed", actions, keeps=not event.has_begun)
+        self._losses.give_up(task, event.error, actions, keeps=not event.has_begun)
         self._retire(task, actions)
 
     def _on_copy_finished(self, event: CopyFinished, actions: list[Action]) -> None:
@@ -298,7 +300,7 @@ class Machine:
             task.successors = []
         else:
             task.num_waiting = task.num_predecessors
-            task.state = "waiting"
+            task.state = REPLAYED[task.state]
             if task.late_successors:
                 successors = successors + task.late_successors
                 task.late_successors = []
@@ -336,7 +338,8 @@ class Machine:
             self._dispatch.withdraw(task)
             for replica in task.replicas:
                 self._losses.let_go(replica, actions)
-        self._losses.give_up(task, error, "cancelled", actions, keeps=True)
+        task.state = (READS_LOST_DATA if isinstance(error, TaskError) else NEVER_FITS)[task.state]
+        self._losses.give_up(task, error, actions, keeps=True)
         self._release_successors(task, None, actions)
 
     def _make_progress(self, actions: list[Action]) -> None:

@@ -20,7 +20,7 @@ from itertools import permutations
 from typing import Any, Final, NamedTuple, Protocol
 
 from .link_model import DISK_LINK, MEMORY_LINK, LinkModel, median
-from .records import FILE, NodeId, Task, WorkerKind
+from .records import FILE, NodeId, Task, TaskSpec, WorkerKind
 
 KEPT: Final = 32
 """Number of durations remembered per series."""
@@ -108,7 +108,7 @@ _dtypes: dict[object, str] = {}
 """Names of dtypes, cached because NumPy takes microseconds to build one."""
 
 
-def footprint(task: Task) -> int:
+def footprint(task: TaskSpec) -> int:
     """Return a number that tasks of equal cost share: the CRC-32 of everything that may affect the cost, the same in every process.
 
     It covers each access's mode, shape and dtype (or size, if the view has no shape), the constants of type bool or str, and the result of the cost
@@ -132,14 +132,14 @@ def footprint(task: Task) -> int:
     return zlib.crc32(";".join(terms).encode())
 
 
-def key_of(task: Task) -> tuple[str, int]:
-    """Return the codelet name and footprint of a task; they are cached in `Task.model_key`."""
+def key_of(task: TaskSpec) -> tuple[str, int]:
+    """Return the codelet name and footprint of a task; they are cached in `TaskSpec.model_key`."""
     if task.model_key is None:
         task.model_key = (task.name, footprint(task))
     return task.model_key
 
 
-def _cost(task: Task) -> tuple[float, float] | None:
+def _cost(task: TaskSpec) -> tuple[float, float] | None:
     """Return (flops, bytes) of a task, or None if its codelet has no cost function."""
     cost = getattr(task.codelet, "cost", None)
     return None if cost is None else cost([handle.view for handle, _ in task.accesses], task.constants)
@@ -194,7 +194,7 @@ class Models(Estimates):
 
     def record(self, task: Task, kind: WorkerKind, seconds: float) -> None:
         """Record how long a task ran. Takes less than a microsecond if the task's `model_key` is set, as in every replay after the first."""
-        name, number = task.model_key or key_of(task)
+        name, number = task.spec.model_key or key_of(task.spec)
         series = self.series.get((name, number, kind))
         if series is None:
             series = self.series[name, number, kind] = Series()
@@ -241,6 +241,10 @@ class Models(Estimates):
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """Return the measured duration, or else a guess."""
+        return self.spec_seconds(task.spec, kind)
+
+    def spec_seconds(self, task: TaskSpec, kind: WorkerKind) -> float:
+        """Return the same for a task that is only recorded."""
         key = (*key_of(task), kind)
         seconds = self.measured(key)
         if seconds is None:
@@ -249,7 +253,7 @@ class Models(Estimates):
                 seconds = self._guesses[key] = self._guess(task, kind)
         return seconds
 
-    def _guess(self, task: Task, kind: WorkerKind) -> float:
+    def _guess(self, task: TaskSpec, kind: WorkerKind) -> float:
         """Return the cost divided by the rates of the worker: the larger of the times for operations and for bytes."""
         cost, rate = _cost(task), RATES.get(kind)
         if cost is None or rate is None:

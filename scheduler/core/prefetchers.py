@@ -50,7 +50,7 @@ class Lookaheads:
         if len(self.by_node) == 1:
             replicas = self._replicas
             is_short = replicas.num_evictions or replicas.wanted or any(replicas.copies.num_writing)
-            nodes = self.by_node if is_short or replicas.foresight.replays[0].returns else ()
+            nodes = self.by_node if is_short or replicas.foresight.replays[0].plan.returns else ()
         elif isinstance(event, StepStarted):
             nodes = self.by_node
         elif isinstance(event, TaskFinished):

@@ -144,11 +144,39 @@ class HandleRecord:
 
 
 @dataclass(slots=True, eq=False)
-class Task:
-    """One execution of a codelet.
+class TaskSpec:
+    """The static facts of a task: its computation, its data, and who may run it. The two instances of a recorded task share them.
 
     Attributes:
         codelet: opaque; only `name` and `kinds` matter to the core.
+        accesses: data as submitted or recorded; an instance of a recorded task has `Task.accesses` of its own.
+        pin: the only worker that may run it, if the program has placed it by hand.
+        model_key: codelet name and footprint, once a performance model has computed them.
+        num_clones: number of recomputing tasks in a recorded task: of itself, or of the tasks fused into it, those that recompute results of other
+            tasks of the step, at least in part.
+        clone_share: fraction of the task's time that recomputation takes, as far as it is known.
+        aside: whether a recorded task runs in host memory, on workers that stand aside.
+    """
+
+    codelet: object
+    name: str
+    kinds: tuple[WorkerKind, ...]
+    accesses: tuple[tuple[HandleRecord, Mode], ...]
+    constants: Mapping[str, object]
+    priority: int = 0
+    pin: WorkerId | None = None
+    model_key: tuple[str, int] | None = None
+    num_clones: int = 0
+    clone_share: float = 0.0
+    aside: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One execution of a codelet; a recorded task has two, each of which runs in every second replay.
+
+    Attributes:
+        accesses: (handle, mode) of each argument of the kernel.
         order: position in the order of submission, which decides all ties; for a recorded task, set anew in every replay.
         num_waiting: number of unfinished predecessors (an edge counts once for each time it was added).
         successors: tasks that wait for this one; for a recorded task, those of the same replay.
@@ -158,24 +186,14 @@ class Task:
         step: the replay of a recorded task, else None.
         position: position of a recorded task in the step's planned order.
         partition: partition of the step that a recorded task belongs to, which runs on one device; -1 for none.
-        pin: the only worker that may run it, if the program has placed it by hand.
-        aside: whether a recorded task runs in host memory, on workers that stand aside.
         num_predecessors: value of `num_waiting` at the start of every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: the waiter of the program, if the program waits for the task to run.
-        model_key: codelet name and footprint, once a performance model has computed them.
-        num_clones: number of recomputing tasks in a recorded task: of itself, or of the tasks fused into it, those that recompute results of other
-            tasks of the step, at least in part.
-        clone_share: fraction of the task's time that recomputation takes, as far as it is known.
     """
 
     id: TaskId
-    codelet: object
-    name: str
-    kinds: tuple[WorkerKind, ...]
+    spec: TaskSpec
     accesses: tuple[tuple[HandleRecord, Mode], ...]
-    constants: Mapping[str, object]
-    priority: int = 0
     order: int = 0
     state: TaskState = "waiting"
     num_waiting: int = 0
@@ -188,14 +206,9 @@ class Task:
     step: Replay | None = None
     position: int = 0
     partition: int = -1
-    pin: WorkerId | None = None
-    aside: bool = False
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
-    model_key: tuple[str, int] | None = None
-    num_clones: int = 0
-    clone_share: float = 0.0
 
     @property
     def planned_node(self) -> NodeId | None:
@@ -204,7 +217,7 @@ class Task:
         return step.partition_nodes[self.partition] if step is not None and step.partition_nodes and self.partition >= 0 else None
 
     def __repr__(self) -> str:
-        return f"task {self.id} {self.name}({data_of(self)})"
+        return f"task {self.id} {self.spec.name}({data_of(self)})"
 
 
 def data_of(task: Task) -> str:
@@ -213,11 +226,45 @@ def data_of(task: Task) -> str:
     return shown if len(task.accesses) <= MOST_SHOWN else f"{shown} and {len(task.accesses) - MOST_SHOWN} more"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """The static facts of the replays of a recorded step, which its two instances share.
+
+    Attributes:
+        makes: for each position, the bytes of temporaries that its task is the first to write.
+        passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch if tasks run on the
+            last tier.
+        peaks: for each position and the end, the largest value of `passing` from there on.
+        window: tasks of the replay that are at least this far beyond the oldest unfinished one are held back from the policy.
+        partitions: positions of the tasks of each partition of the step, see `Task.planned_node`.
+        returns: for each partition, or once without partitions, pairs (start, position) in planned order: the task at `position` uses data that has
+            left its worker's memory, and from position `start` on that memory is expected to have free bytes for the data.
+        has_pins: whether any of its tasks is pinned.
+        has_aside: whether any of its tasks runs aside.
+    """
+
+    makes: Sequence[int] = ()
+    passing: Sequence[int] = ()
+    peaks: Sequence[int] = (0,)
+    window: int = ANY
+    partitions: Sequence[Sequence[int]] = ()
+    returns: Sequence[Sequence[tuple[int, int]]] = ()
+    has_pins: bool = False
+    has_aside: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Replay:
     """One of the two instances of a recorded step, and the state of its current replay.
 
     Attributes:
+        owned: handles that are created and die within a replay of this instance, with the number of their accesses in a replay.
+        partition_nodes: node of each partition; empty if the workers do not match the partitions.
+        heads: for each partition, an index into its positions before which all tasks have ended.
+        returned: for each entry of `ReplayPlan.returns`, the number of its pairs that this replay has handled.
+        first_order: `order` of the first task of this replay.
+        done: for each position, whether its task has ended in this replay.
+        frontier: first position whose task has not ended.
         number: number of the replay, from 0.
         num_unfinished: number of tasks of this replay that are neither done nor cancelled.
         failure: first error of a task of this replay.
@@ -225,40 +272,18 @@ class Replay:
         stale: handles of `updated` whose first write in this replay was cancelled, with the reason. They are lost within the replay, and unchanged
             outside it.
         changed_nothing: whether a replay that has failed and ended left all data that it was to update unchanged.
-        owned: handles that are created and die within a replay of this instance, with the number of their accesses in a replay.
-        window: tasks of the replay that are at least this far beyond the oldest unfinished one are held back from the policy.
-        partitions: positions of the tasks of each partition of the step, see `Task.planned_node`.
-        partition_nodes: node of each partition; empty if the workers do not match the partitions.
-        has_pins: whether any of its tasks is pinned.
-        returns: for each partition, or once without partitions, pairs (start, position) in planned order: the task at `position` uses data that has
-            left its worker's memory, and from position `start` on that memory is expected to have free bytes for the data.
-        has_aside: whether any of its tasks runs aside.
         turns: tasks of kind host, which are admitted in this order (`Dispatch.take_turns`).
-        heads: for each partition, an index into its positions before which all tasks have ended.
-        makes: for each position, the bytes of temporaries that its task is the first to write.
-        passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch if tasks run on the
-            last tier.
-        peaks: for each position and the end, the largest value of `passing` from there on.
-        first_order: `order` of the first task of this replay.
-        done: for each position, whether its task has ended in this replay.
-        frontier: first position whose task has not ended.
     """
 
+    plan: ReplayPlan
     tasks: list[Task]
     roots: list[Task]
     owned: list[tuple[HandleRecord, int]]
     shared: list[SharedUse]
-    makes: Sequence[int] = ()
-    passing: Sequence[int] = ()
-    peaks: Sequence[int] = (0,)
-    window: int = ANY
-    partitions: Sequence[Sequence[int]] = ()
     partition_nodes: Sequence[NodeId] = ()
-    has_pins: bool = False
-    returns: Sequence[Sequence[tuple[int, int]]] = ()
-    has_aside: bool = False
     turns: Sequence[Task] = ()
     heads: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
     frontier: int = 0

@@ -14,7 +14,23 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from .records import ANY, FILE, RW, HandleRecord, Mode, NodeId, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind
+from .records import (
+    ANY,
+    FILE,
+    RW,
+    HandleRecord,
+    Mode,
+    NodeId,
+    R,
+    Replay,
+    ReplayPlan,
+    SharedUse,
+    Task,
+    TaskId,
+    TaskSpec,
+    UseSchedule,
+    W,
+)
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -42,26 +58,14 @@ NO_LABEL = Label()
 
 
 @dataclass(slots=True, eq=False)
-class RecordedTask:
-    """One captured task, with fields as in `Task`.
+class RecordedTask(TaskSpec):
+    """One captured task.
 
     Attributes:
         label: place of the task in the program.
-        aside: whether it runs in host memory, on workers that stand aside (`Worker.aside`).
     """
 
-    codelet: object
-    name: str
-    kinds: tuple[WorkerKind, ...]
-    accesses: tuple[tuple[HandleRecord, Mode], ...]
-    constants: Mapping[str, object]
-    priority: int
-    pin: WorkerId | None = None
-    model_key: tuple[str, int] | None = None
     label: Label = NO_LABEL
-    num_clones: int = 0
-    clone_share: float = 0.0
-    aside: bool = False
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class StepPlan:
         self.partitions = list(partitions)
         self.idle = idle
         self.returns: Sequence[Sequence[tuple[int, int]]] = ()
+        self._replay_plans: dict[bool, ReplayPlan] = {}  # of the present partitions and returns, by `computes_on_last` of `instantiate`
         self.owned = dict(owned)
         self.predecessors: list[set[int]] = []
         self.successors: list[list[int]] = [[] for _ in self.tasks]
@@ -150,6 +155,7 @@ class StepPlan:
         """Return the same step with partitions; everything else is shared with this plan."""
         plan = copy(self)
         plan.partitions = list(partitions)
+        plan._replay_plans = {}
         return plan
 
     def foresee(self, leaves: Mapping[HandleRecord, Set[int]], returns: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
@@ -157,9 +163,10 @@ class StepPlan:
 
         Args:
             leaves: `UseSchedule.leaves` of each handle that leaves at all.
-            returns: `Replay.returns` of these instances.
+            returns: `ReplayPlan.returns` of these instances.
         """
         self.returns = [list(partition) for partition in returns]
+        self._replay_plans.clear()
         for handle, positions in leaves.items():
             self.uses[handle].leaves = positions
 
@@ -276,8 +283,25 @@ class StepPlan:
         tasks = [task for task, is_aside in zip(self.tasks, self.aside, strict=True) if is_aside == aside or (aside and task.kinds[0] == "host")]
         return max((sum(handle.size for handle, _ in task.accesses) for task in tasks), default=0)
 
+    def _replay_plan(self, *, computes_on_last: bool) -> ReplayPlan:
+        """Return the facts that all instances on machines of this kind share."""
+        known = self._replay_plans.get(computes_on_last)
+        if known is None:
+            passing = self.temporary_bytes(scratch=computes_on_last)
+            known = self._replay_plans[computes_on_last] = ReplayPlan(
+                makes=self._makes(),
+                passing=passing,
+                peaks=[*accumulate(reversed(passing), max, initial=0)][::-1],
+                window=self.window,
+                partitions=positions_by_partition(self.partitions),
+                returns=self.returns,
+                has_pins=any(task.pin is not None for task in self.tasks),
+                has_aside=self.has_aside,
+            )
+        return known
+
     def _makes(self) -> list[int]:
-        """Return `Replay.makes` of the step's replays."""
+        """Return `ReplayPlan.makes` of the step's replays."""
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
             if self.owned.get(handle) is False and not self._is_scratch(handle):
@@ -303,21 +327,7 @@ class StepPlan:
             twin.released = not self.owned[handle]
         records = {**(bound or {}), **twins}
         dying = [(twin, self.uses[handle].num_uses) for handle, twin in twins.items() if twin.released]
-        passing = self.temporary_bytes(scratch=computes_on_last)
-        replay = Replay(
-            tasks=[],
-            roots=[],
-            owned=dying,
-            shared=[],
-            makes=self._makes(),
-            passing=passing,
-            peaks=[*accumulate(reversed(passing), max, initial=0)][::-1],
-            window=self.window,
-            partitions=positions_by_partition(self.partitions),
-            returns=self.returns,
-        )
-        replay.has_pins = any(task.pin is not None for task in self.tasks)
-        replay.has_aside = self.has_aside
+        replay = Replay(self._replay_plan(computes_on_last=computes_on_last), [], [], dying, [])
         replay.tasks += [self._twin_task(position, records, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         replay.turns = [replay.tasks[position] for position in self.turns]
@@ -339,23 +349,14 @@ class StepPlan:
         number = len(self.predecessors[position])
         return Task(
             TaskId(first_id + position),
-            recorded.codelet,
-            recorded.name,
-            recorded.kinds,
+            recorded,
             tuple((records.get(handle, handle), mode) for handle, mode in recorded.accesses),
-            recorded.constants,
-            recorded.priority,
             num_waiting=number,
             num_predecessors=number,
             step=replay,
             position=position,
             partition=self.partitions[position] if self.partitions else -1,
-            pin=recorded.pin,
-            aside=recorded.aside,
             is_exit=False,
-            model_key=recorded.model_key,
-            num_clones=recorded.num_clones,
-            clone_share=recorded.clone_share,
         )
 
     @staticmethod
@@ -388,5 +389,6 @@ def begin_replay(replay: Replay, nodes: Sequence[NodeId]) -> None:
     replay.num_unfinished = len(replay.tasks)
     replay.done = bytearray(len(replay.tasks))
     replay.frontier = 0
-    replay.partition_nodes = nodes if len(nodes) == len(replay.partitions) else ()
+    replay.partition_nodes = nodes if len(nodes) == len(replay.plan.partitions) else ()
     replay.heads = [0] * len(replay.partition_nodes)
+    replay.returned = [0] * len(replay.plan.returns)

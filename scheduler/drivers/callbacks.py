@@ -112,7 +112,7 @@ class Watch:
         me = threading.get_ident()
         self.inside.add(me)
         try:
-            callback(FinishedTask(task.name, task.order, number, worker, node, start_ns, end_ns, tiles))
+            callback(FinishedTask(task.spec.name, task.order, number, worker, node, start_ns, end_ns, tiles))
         except BaseException as error:  # SystemExit too: the worker must survive it
             with self._lock:
                 if self.callback is callback:  # else another worker's exception came first, or the program has replaced the callback

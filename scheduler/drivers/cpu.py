@@ -130,8 +130,8 @@ class WorkerThread(threading.Thread):
         executor = self.executor
         start = perf_counter_ns()
         try:
-            constants: Mapping[str, Any] = task.constants
-            task.codelet.cpu(*self.views_of(task), **constants)  # type: ignore[attr-defined]
+            constants: Mapping[str, Any] = task.spec.constants
+            task.spec.codelet.cpu(*self.views_of(task), **constants)  # type: ignore[attr-defined]
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
             return TaskFailed(task, error)
         finally:
@@ -139,9 +139,9 @@ class WorkerThread(threading.Thread):
             self._seconds = (end - start) * 1e-9
             self.busy_ns += end - start
             self.num_tasks += 1
-            if task.num_clones:
-                self.clone_ns += (end - start) * task.clone_share
-                self.num_clones += task.num_clones
+            if task.spec.num_clones:
+                self.clone_ns += (end - start) * task.spec.clone_share
+                self.num_clones += task.spec.num_clones
             if executor.trace is not None:
                 executor.observe(self.worker, task, start, end)
         if executor.watch.callback is not None:

@@ -77,7 +77,7 @@ class CudaThread(cpu.WorkerThread):
         self.num_tasks += 1
         start, num_started = perf_counter_ns(), flow.gpu.num_started
         try:
-            task.codelet.cuda(*self.views_of(task), **task.constants)  # type: ignore[attr-defined]
+            task.spec.codelet.cuda(*self.views_of(task), **task.spec.constants)  # type: ignore[attr-defined]
         except DeviceFailed:
             raise
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
@@ -93,9 +93,9 @@ class CudaThread(cpu.WorkerThread):
         if ended:
             self.busy_ns += sum(task.end_ns - task.start_ns for task in ended)
             for task, start_ns, end_ns in ended:
-                if task.num_clones:
-                    self.clone_ns += (end_ns - start_ns) * task.clone_share
-                    self.num_clones += task.num_clones
+                if task.spec.num_clones:
+                    self.clone_ns += (end_ns - start_ns) * task.spec.clone_share
+                    self.num_clones += task.spec.num_clones
             self.executor.ended(self.worker, ended)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import DoesNotFit, HandleLost, TierFailed
 from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
-from ..core.records import NEW, PROGRAM, HandleRecord, Mode, R, Task
+from ..core.records import NEW, PROGRAM, HandleRecord, Mode, R, Task, TaskSpec
 from .executor import Executor
 from .waiting import Waiter
 
@@ -29,7 +29,8 @@ def acquired(
     """
     executor.watch.refuse_inside("acquire()")
     ready = executor.waiters.enter()
-    task = Task(NEW, None, PROGRAM, ("host",), ((record, mode),), {}, token=ready)
+    spec = TaskSpec(None, PROGRAM, ("host",), ((record, mode),), {})
+    task = Task(NEW, spec, spec.accesses, token=ready)
     try:
         executor.bring(TaskSubmitted(task), task)
         ready.wait()

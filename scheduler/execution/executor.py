@@ -133,7 +133,7 @@ class Executor(TaskReports):
         """
         with self._lock:
             task = event.task
-            if seconds is not None and (task.step is not None or task.model_key is not None):  # else no policy has asked for its duration
+            if seconds is not None and (task.step is not None or task.spec.model_key is not None):  # else no policy has asked for its duration
                 self.models.record(task, worker.kind, seconds)
             if self.inbox:
                 self._drain_inbox()
@@ -153,7 +153,7 @@ class Executor(TaskReports):
         with self._lock:
             if self.waiters.broken is not None:
                 raise self.waiters.broken
-            if newcomer is not None and newcomer.codelet is None and self.holds.own:
+            if newcomer is not None and newcomer.spec.codelet is None and self.holds.own:
                 self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, f"acquire() of {newcomer.accesses[0][0]!r}")
             try:
                 if self.inbox:
@@ -308,10 +308,10 @@ class Executor(TaskReports):
 
         If the program was interrupted meanwhile, the data is released at once.
         """
-        codelet = task.codelet
+        codelet = task.spec.codelet
         if codelet is not None:
             views = [self.pool.view_of(replica) for replica in task.replicas]
-            codelet.host(partial(self._ended, task), *views, **task.constants)  # type: ignore[attr-defined]
+            codelet.host(partial(self._ended, task), *views, **task.spec.constants)  # type: ignore[attr-defined]
         elif isinstance(task.token, Waiter):
             self.waiters.wake(task.token)
         else:

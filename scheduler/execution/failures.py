@@ -36,7 +36,7 @@ class Failures:
         if isinstance(error, SchedulerError):
             return error
         notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # a note of fused tasks says which one raised
-        kernel = f"kernel {task.name!r} (task {task.id}) over {data_of(task)}"
+        kernel = f"kernel {task.spec.name!r} (task {task.id}) over {data_of(task)}"
         named = TaskError("raised", kernel, why=f"{type(error).__name__}: {error}{notes}")
         named.__cause__ = error
         return named

@@ -36,7 +36,7 @@ class TaskReports:
     def progress(self) -> tuple[int, int]:
         """Return the numbers of tasks that have ended, and of unfinished tasks without those that are acquisitions of the program."""
         machine = self.machine
-        num_acquired = sum(task.codelet is None for task in [*machine.program.assigned])  # an exchange with another node has a codelet
+        num_acquired = sum(task.spec.codelet is None for task in [*machine.program.assigned])  # an exchange with another node has a codelet
         return machine.num_finished, machine.num_unfinished - num_acquired
 
     def standstill(self) -> str:
@@ -50,7 +50,7 @@ class TaskReports:
         """Record a task in the trace, if there is one."""
         trace = self.trace
         if trace is not None and trace.active:
-            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, task.accesses)
+            trace.add_task(worker.id, task.spec.name, task.id, start_ns, end_ns, worker.node, task.accesses)
             if end_ns >= trace.counters_at_ns:
                 trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
 
@@ -61,7 +61,7 @@ class TaskReports:
                 self.observe(worker, task, start_ns, end_ns)
         with self._lock:
             for task, start_ns, end_ns in tasks:
-                if task.step is not None or task.model_key is not None:
+                if task.step is not None or task.spec.model_key is not None:
                     self.models.record(task, worker.kind, (end_ns - start_ns) * 1e-9)
 
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:

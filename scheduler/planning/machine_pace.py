@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, cast
+from typing import Final
 
 from ..core.machine import Machine
 from ..core.performance_model import Models
-from ..core.records import FILE, RAM, NodeId, Task, WorkerKind
+from ..core.records import FILE, RAM, NodeId, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.disk import THREADS
 from .forecast import Pace, Spill
@@ -44,7 +44,7 @@ def pace_of(
         disk: node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
         num_aside: number of CPU workers that stand aside.
     """
-    seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
+    seconds_of = task_seconds or models.spec_seconds
     kinds = [kind for kind, _ in workers]
     aside = {task for task, is_aside in zip(plan.tasks, plan.aside, strict=True) if is_aside and num_aside}
     seconds = {

@@ -34,7 +34,7 @@ from ..core.memory.eviction_policies import DEFAULT_EVICTION
 from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Estimates
 from ..core.policies import POLICIES
-from ..core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, TaskSpec, W, Worker, WorkerId, WorkerKind
 from ..core.shortage import AccessSize, Shortage
 from ..core.step_plan import RecordedTask, StepPlan
 
@@ -154,7 +154,7 @@ class VirtualDriver:
         if task.worker >= 0:  # the program itself takes no time
             seconds = self.duration(task, self._kinds[task.worker])
             self.busy_seconds[task.worker] += seconds
-        elif task.codelet is not None and self.host is not None:
+        elif task.spec.codelet is not None and self.host is not None:
             seconds = self.host(task, self.now) - self.now
         self._enter(self.now + seconds, TaskFinished(task))
 
@@ -307,7 +307,8 @@ def _loaded(driver: VirtualDriver, plan: StepPlan) -> list[Replay]:
 def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
     """Let the program write data, so that memory holds about the data that an earlier replay would leave."""
     for number, handle in enumerate(handles):
-        task = Task(TaskId(-1 - number), None, "load", ("host",), ((handle, W),), {}, order=number - len(handles))
+        spec = TaskSpec(None, "load", ("host",), ((handle, W),), {})
+        task = Task(TaskId(-1 - number), spec, spec.accesses, order=number - len(handles))
         driver.bring(TaskSubmitted(task))
         driver.run()
         if task.state != "done":

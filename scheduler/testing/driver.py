@@ -51,6 +51,7 @@ from ..core.records import (
     Replica,
     Task,
     TaskId,
+    TaskSpec,
     Worker,
     WorkerId,
     WorkerKind,
@@ -121,8 +122,8 @@ class FakeDriver:
     ) -> Run:
         """Submit a plain task, pinned to a worker if `pin` is given."""
         number = self._take_numbers(1)
-        task = Task(TaskId(number), None, f"t{number}", kinds, tuple(accesses), {}, priority, order=number)
-        task.pin = None if pin is None else WorkerId(pin)
+        spec = TaskSpec(None, f"t{number}", kinds, tuple(accesses), {}, priority, None if pin is None else WorkerId(pin))
+        task = Task(TaskId(number), spec, spec.accesses, order=number)
         run = self._enter(task, salt or number)
         self.bring(TaskSubmitted(task))
         return run
@@ -171,7 +172,7 @@ class FakeDriver:
         replay.number = number
         replay.first_order = self._take_numbers(len(replay.tasks))
         for task in replay.tasks:
-            salt = task.constants["salt"]
+            salt = task.spec.constants["salt"]
             assert isinstance(salt, int)
             self._enter(task, salt, self._num_replays)
         self._num_replays += 1
@@ -235,8 +236,8 @@ class FakeDriver:
         run = self._current[task]
         if run.ended or task in self.running:
             raise Wrong(f"{task!r} was started twice")
-        if task.pin is not None and task.worker != task.pin:
-            raise Wrong(f"{task!r} is pinned to worker {task.pin} and was started on worker {task.worker}")
+        if task.spec.pin is not None and task.worker != task.spec.pin:
+            raise Wrong(f"{task!r} is pinned to worker {task.spec.pin} and was started on worker {task.worker}")
         self.running.append(task)
         run.started = True
         run.before = [self.load(r) for (_, mode), r in zip(task.accesses, task.replicas, strict=True) if mode == R or mode == RW]

@@ -6,12 +6,12 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..core.dispatch import TASK_TRANSITIONS
 from ..core.events import Action, Event
 from ..core.machine import Machine
 from ..core.memory.extents import PAGE
 from ..core.memory.memory_node import MemoryNode
 from ..core.policies import POLICIES
+from ..core.task_states import TASK_TRANSITIONS
 
 
 def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str, prefetch: bool = True) -> Machine:
@@ -39,8 +39,9 @@ def collect_inside(machine: Machine) -> None:
 
 def _closure() -> dict[str, set[str]]:
     reach: dict[str, set[str]] = {}
-    for (before, _), after in TASK_TRANSITIONS.items():
-        reach.setdefault(before, set()).add(after)
+    for (before, event), after in TASK_TRANSITIONS.items():
+        if event != "replayed":  # of recorded tasks only
+            reach.setdefault(before, set()).add(after)
     grown = True
     while grown:
         grown = False

@@ -185,9 +185,9 @@ class Admission:
         total = sum(handle.size for handle, _ in task.accesses)
         new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)
         if node is not last and total <= node.budget and new > last.budget - last.used:
-            return DoesNotFit(Shortage("full", last.name, new, last.budget, last.used, task.name))
+            return DoesNotFit(Shortage("full", last.name, new, last.budget, last.used, task.spec.name))
         sizes = access_sizes(task.accesses)
-        return DoesNotFit(Shortage("taken", node.name, total, node.budget, node.used, task.name, sizes, hole=node.largest_hole()))
+        return DoesNotFit(Shortage("taken", node.name, total, node.budget, node.used, task.spec.name, sizes, hole=node.largest_hole()))
 
     def needs_no_bytes(self, task: Task, node_id: NodeId) -> bool:
         """Whether the task needs no extent on the node."""

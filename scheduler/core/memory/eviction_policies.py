@@ -83,7 +83,7 @@ class Foresight:
         if not self.replays or handle.use_schedule is None:
             return self.next_use(handle)
         oldest, use_schedule, node = self.replays[0], handle.use_schedule, replica.node
-        if not (oldest.partition_nodes or (oldest.has_aside and node != RAM)) or coherence.is_needed(replica):
+        if not (oldest.partition_nodes or (oldest.plan.has_aside and node != RAM)) or coherence.is_needed(replica):
             return self.next_use(handle)
         done, frontier, positions = oldest.done, oldest.frontier, use_schedule.positions
         if positions[-1] >= len(done) or use_schedule.replay not in (None, oldest):
@@ -93,7 +93,7 @@ class Foresight:
                 position = positions[index]
                 if shift or not done[position]:
                     task = oldest.tasks[position]
-                    is_beside = task.aside and node != RAM
+                    is_beside = task.spec.aside and node != RAM
                     if not is_beside and task.planned_node in (None, node):
                         return position - frontier + shift, use_schedule.modes[index] == W
                     if use_schedule.modes[index] != R:
@@ -177,7 +177,7 @@ class NextUse:
         if replays and use_schedule is not None:  # hot path: `next_use_of` for data of the oldest replay, if tasks run on one node only
             oldest, positions = replays[0], use_schedule.positions
             done, is_foreign = oldest.done, use_schedule.replay is not None and use_schedule.replay is not oldest
-            if not (is_foreign or oldest.partition_nodes or oldest.has_aside) and positions[-1] < len(done):
+            if not (is_foreign or oldest.partition_nodes or oldest.plan.has_aside) and positions[-1] < len(done):
                 index, end = bisect_left(positions, oldest.frontier), len(positions)
                 while index < end and done[positions[index]]:
                     index += 1

@@ -43,18 +43,18 @@ class Replicas:
         copies: copies in progress.
         num_released: number of replicas dropped and copies ended so far; a task that waits for memory waits until it changes.
         num_evictions: number of replicas dropped to make room for other data.
+        num_missed: for each node, number of replicas dropped there so far although their data exists: evicted, or overwritten elsewhere.
         reservations: reserved bytes of the last tier.
         broken: error after which the last tier accepts no more data; None if it works.
         readers: extents of host memory for file readers; they may be moved but are never dropped.
-        missed: for each node, earliest `order` at which data evicted from it or overwritten elsewhere is used, since its lookahead ran last.
         num_files: number of handles whose data is in a file.
         num_cold: number of those that have no other replica.
         wanted: cold handles of the replays in progress, until something is evicted; they may be read ahead.
     """
 
     __slots__ = (
-        "broken", "candidates", "copies", "eviction", "foresight", "has_several", "last", "missed", "nodes", "num_cold",
-        "num_evictions", "num_files", "num_released", "readers", "reservations", "wanted",
+        "broken", "candidates", "copies", "eviction", "foresight", "has_several", "last", "nodes", "num_cold",
+        "num_evictions", "num_files", "num_missed", "num_released", "readers", "reservations", "wanted",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], foresight: Foresight, eviction: EvictionPolicy) -> None:
@@ -67,7 +67,7 @@ class Replicas:
         self.candidates = [Candidates(node, eviction) for node in self.nodes]
         self.copies = Copies(len(self.nodes), self.last)
         self.num_evictions = 0
-        self.missed = [inf] * len(self.nodes)
+        self.num_missed = [0] * len(self.nodes)
         self.readers: list[Replica] = []
         self.num_files = 0
         self.num_cold = 0
@@ -191,14 +191,8 @@ class Replicas:
         """Drop replicas to make room for other data."""
         self.num_evictions += len(victims)
         for victim in victims:
-            self._miss(victim)
+            self.num_missed[victim.node] += 1
             self.drop(victim, actions)
-
-    def _miss(self, replica: Replica) -> None:
-        """Note when a planned task misses a replica that is about to be dropped."""
-        distance, overwrites = self.foresight.next_use_of(replica)
-        if not overwrites:
-            self.missed[replica.node] = min(self.missed[replica.node], self.foresight.order + distance)
 
     def install(self, handle: HandleRecord, node_id: NodeId, offset: int, kernel_mark: int | None = None, *, private: bool = False) -> Replica:
         """Return a new replica in an extent that has been taken for it.
@@ -283,7 +277,7 @@ class Replicas:
                         continue
                     if other.node != self.last:  # a file is out of date from now on
                         if other.node != FILE:
-                            self._miss(other)
+                            self.num_missed[other.node] += 1
                         self.drop(other, actions)
                     elif other.pins:
                         raise InvalidEvent(f"{handle!r} would be overwritten while its backing replica is in use")

@@ -54,7 +54,7 @@ class Reservations:
         if not replays:
             return True
         step = task.step
-        wanted = 0 if step is None else step.makes[task.position]
+        wanted = 0 if step is None else step.plan.makes[task.position]
         if step is not None and self.ahead + wanted <= self.node.budget - self.kept - self._reserve:
             return True
         order = self.foresight.order
@@ -66,7 +66,7 @@ class Reservations:
         if step is None:
             wanted = sum(handle.size for handle in missing if handle not in self._promised)
         self._drop_reached(order)
-        reserve = self._reserve = max([replay.peaks[replay.frontier] for replay in replays])
+        reserve = self._reserve = max([replay.plan.peaks[replay.frontier] for replay in replays])
         if self.kept + self.ahead + reserve + wanted <= self.node.budget:
             return True
         return self._fits_everywhere(self.node.budget - self.kept - wanted, None if step is None else task.order)
@@ -83,7 +83,7 @@ class Reservations:
         ahead = sorted([(order, backing.handle.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
         after = 0  # bytes created ahead by tasks after the examined positions
         for replay in reversed(self.foresight.replays):
-            first, passing, peaks = replay.first_order, replay.passing, replay.peaks
+            first, passing, peaks = replay.first_order, replay.plan.passing, replay.plan.peaks
             end = len(passing) if before is None else min(before - first, len(passing))
             while end > replay.frontier:
                 while ahead and ahead[-1][0] >= first + end:
@@ -148,11 +148,11 @@ class Reservations:
                 if handle not in promised:
                     self.kept += handle.size
                 promised[handle] = promised.get(handle, 0) + 1
-        self._reserve = max(self._reserve, replay.peaks[0])
+        self._reserve = max(self._reserve, replay.plan.peaks[0])
 
     def forget(self, replay: Replay) -> None:
         """Stop counting the lasting data that a finished replay promised but did not create."""
-        self._reserve = max([each.peaks[each.frontier] for each in self.foresight.replays], default=0)
+        self._reserve = max([each.plan.peaks[each.frontier] for each in self.foresight.replays], default=0)
         for use in replay.shared if self._promised else ():
             count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
             if count == 1:

@@ -131,7 +131,7 @@ def explain(task: Task, workers: Iterable[Worker], estimates: Estimates) -> list
     """
     candidates = []
     for worker in workers:
-        if worker.kind in task.kinds:
+        if worker.kind in task.spec.kinds:
             move = find_move(task, worker.node, estimates)
             queueing = max(assigned_seconds(worker, estimates), move.wait_seconds)
             execution = estimates.task_seconds(task, worker.kind)

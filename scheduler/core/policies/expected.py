@@ -67,9 +67,9 @@ class Queues(WorkerGroup):
 
     def put(self, entry: Entry) -> None:
         """Queue a task."""
-        queue = self.queues.get(entry.task.kinds)
+        queue = self.queues.get(entry.task.spec.kinds)
         if queue is None:
-            queue = self.queues[entry.task.kinds] = []
+            queue = self.queues[entry.task.spec.kinds] = []
         insort(queue, entry)
         self._num += 1
         self.seconds += entry.seconds
@@ -149,7 +149,7 @@ class ExpectedEnd:
         self._num += 1
         self._num_pushed += 1
         node = task.planned_node
-        groups = [group for group in self._groups.values() if group.kind in task.kinds and (node is None or group.node == node)]
+        groups = [group for group in self._groups.values() if group.kind in task.spec.kinds and (node is None or group.node == node)]
         if not groups:
             self._strays.append(task)
             return
@@ -160,7 +160,7 @@ class ExpectedEnd:
                 total = sum_up(weights)
                 if total < best_total:
                     best, best_total, (_, best_seconds, best_move) = group, total, weights
-        urgency, rank = (task.priority, -task.order) if self.is_sorted else (0, 0)
+        urgency, rank = (task.spec.priority, -task.order) if self.is_sorted else (0, 0)
         best.put(Entry(urgency, rank, -self._num_pushed, task, best_seconds, best_move.transfer_seconds, best_move.brings))
 
     def pop(self, worker: Worker) -> Task | None:
@@ -183,7 +183,7 @@ class ExpectedEnd:
         """Return the present cost of the task on each worker that can run it, including the queues; cheapest first, ties by worker."""
         candidates = []
         for group in self._groups.values():
-            if group.kind in task.kinds:
+            if group.kind in task.spec.kinds:
                 queueing, seconds, move = self._weigh(task, group)
                 candidates += [
                     Candidate(each.id, each.kind, each.node, seconds, move.transfer_seconds, queueing, move.eviction_seconds, move.nbytes)

@@ -74,13 +74,13 @@ class Explained:
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Record the candidates if the task is wanted, then pass it to the policy."""
-        if self._num_wanted and task.step is not None and task.name in self._names and task.order not in self._known:
+        if self._num_wanted and task.step is not None and task.spec.name in self._names and task.order not in self._known:
             self._num_wanted -= 1
             self._known.add(task.order)
             if isinstance(self.policy, ExpectedEnd):
-                placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True, planned_node=task.planned_node)
+                placement = Placement(task.spec.name, task.order, self.policy.explain(task), weighs_costs=True, planned_node=task.planned_node)
             else:
-                placement = Placement(task.name, task.order, explain(task, self._workers, self._estimates), weighs_costs=False)
+                placement = Placement(task.spec.name, task.order, explain(task, self._workers, self._estimates), weighs_costs=False)
             self._open[task] = placement
         self.policy.push(task, worker)
 

@@ -32,10 +32,10 @@ class Pinned:
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Queue a pinned task for its worker; pass any other to the policy."""
-        if task.pin is None:
+        if task.spec.pin is None:
             self.policy.push(task, worker)
             return
-        heapq.heappush(self._lines.setdefault(task.pin, []), (-task.priority, task.order, task.id, task))
+        heapq.heappush(self._lines.setdefault(task.spec.pin, []), (-task.spec.priority, task.order, task.id, task))
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:

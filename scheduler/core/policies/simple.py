@@ -26,10 +26,10 @@ class Prio:
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Add the task."""
-        heap = self._heaps.get(task.kinds)
+        heap = self._heaps.get(task.spec.kinds)
         if heap is None:
-            heap = self._heaps[task.kinds] = []
-        heapq.heappush(heap, (-task.priority, task.order, task.id, task))
+            heap = self._heaps[task.spec.kinds] = []
+        heapq.heappush(heap, (-task.spec.priority, task.order, task.id, task))
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:
@@ -57,7 +57,7 @@ class Eager(Prio):
     def push(self, task: Task, worker: Worker | None) -> None:
         """Append the task."""
         self._num_pushed += 1
-        heapq.heappush(self._heaps.setdefault(task.kinds, []), (self._num_pushed, 0, 0, task))
+        heapq.heappush(self._heaps.setdefault(task.spec.kinds, []), (self._num_pushed, 0, 0, task))
         self._num += 1
 
 
@@ -119,7 +119,7 @@ class LocalityStealing:
         order = range(len(queue) - 1, -1, -1) if newest else range(len(queue))
         for at in order:
             task = queue[at]
-            if worker.kind in task.kinds:
+            if worker.kind in task.spec.kinds:
                 del queue[at]
                 return task
         return None

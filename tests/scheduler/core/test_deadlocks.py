@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from support.late_gpu import COUNT, FILL, MIX, Numbers, gpus, value
+from support.plain_tasks import plain_task
 
 from scheduler import Deadlock, Handle, R, Runtime, Step, W
 from scheduler.core.dependencies import link, predecessors, waiting_for
-from scheduler.core.records import HandleId, HandleRecord, Mode, Task, TaskId
+from scheduler.core.records import HandleId, HandleRecord, Mode, Task
 
 PAGE = 8 * COUNT
 DEADLINE = 60.0
@@ -124,7 +125,7 @@ def test_predecessors_are_those_that_edges_would_be_added_from() -> None:
     modes: list[Mode] = ["W", "R", "R", "RW", "R", "W", "RW", "R", "SCRATCH", "R", "RW"]
     earlier: list[Task] = []
     for number, mode in enumerate(modes):
-        task = Task(TaskId(number), None, "task", ("cpu",), ((handle, mode),), {}, order=number)
+        task = plain_task(number, "task", ("cpu",), ((handle, mode),), order=number)
         foreseen = set(predecessors(task))
         link(task)
         assert foreseen == {each for each in earlier if task in each.successors}

@@ -94,7 +94,7 @@ class Member:
 
     def exchange_of(self, task: Task) -> tuple[int, int] | None:
         """Return the exchange that a task is an end of, as (replay, number)."""
-        number = task.constants.get("exchange")
+        number = task.spec.constants.get("exchange")
         return None if task.step is None or not isinstance(number, int) else (task.step.number, number)
 
     def end(self, task: Task) -> None:
@@ -273,12 +273,12 @@ def test_exchanges_behind_one_that_fails_have_their_turns() -> None:
     step = FakeStep(driver, StepPlan(tasks, dict.fromkeys([source, *others], False)))
     for fails in (False, True, False):
         step.replay()
-        assert ([task.name for task in driver.running], driver.machine.memory.used(RAM)) == (["r0"], PAGE)
+        assert ([task.spec.name for task in driver.running], driver.machine.memory.used(RAM)) == (["r0"], PAGE)
         machine = driver.machine
         report = standstill(machine.stalls.dispatch, machine.stalls.copying, machine.memory.name_of, machine.num_unfinished)
         assert len(re.findall(r"r[234]\(W .*\) waits for its turn after task \d+ r1\(R source'\)\n", report + "\n")) == 3
         driver.end(0, ZeroDivisionError("planted") if fails else None)
-        assert [task.name for task in driver.running] == (["r2", "r3", "r4"] if fails else ["r1", "r2", "r3", "r4"])
+        assert [task.spec.name for task in driver.running] == (["r2", "r3", "r4"] if fails else ["r1", "r2", "r3", "r4"])
         driver.drain()
     assert [type(ended.error) for ended in driver.runs if ended.error is not None] == [ZeroDivisionError, TaskError]
     driver.check()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from scheduler.core.events import Action
-from scheduler.core.memory.prefetch import AHEAD, TASKS, Lookahead
+from scheduler.core.memory.prefetch import AHEAD, TASKS, Lookahead, Outcome
 from scheduler.core.records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, W
 from scheduler.testing import FakeDriver, FakeStep
 
@@ -143,7 +143,7 @@ def waiting(ram: int, device: int, held: int, count: int) -> tuple[FakeDriver, l
 
 
 def test_a_full_link_is_filled_again_as_soon_as_a_copy_has_ended() -> None:
-    """Though the walk has passed over what it had no room for, and would begin again some events later only."""
+    """Data that waited for the link follows, although no task has ended."""
     driver, on_disk = waiting(200, 30 * PAGES, 1, 8)
     assert on_disk == []
     fetched: set[str] = set()
@@ -167,7 +167,7 @@ def test_room_is_kept_for_what_waits_for_a_full_link() -> None:
     driver.check()
 
 
-def test_a_walk_begins_again_for_what_has_gone_behind_it() -> None:
+def test_data_that_a_plain_task_has_evicted_is_fetched_again() -> None:
     """A plain task takes the room of tiles that were fetched: they come again as soon as there is room, though no planned task has ended."""
     driver, _ = waiting(200, 30 * PAGES, 1, 4)
     while driver.routes:
@@ -195,19 +195,19 @@ def test_policies_that_do_not_follow_the_plan_write_nothing_by_it(eviction: str)
 
 
 class Checking(Lookahead):
-    """Knows what its walk must not come to."""
+    """Fetches nothing for a task that has ended."""
 
     num_fetched_for = 0
 
-    def _prefetch_for(self, replay: Replay, position: int, limit: int, actions: list[Action]) -> tuple[int, int] | None:
+    def _fetch(self, handle: HandleRecord, replay: Replay, position: int, queued: int, actions: list[Action]) -> Outcome:
         assert not replay.done[position]
         self.num_fetched_for += 1
-        return super()._prefetch_for(replay, position, limit, actions)
+        return super()._fetch(handle, replay, position, queued, actions)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_walk_that_goes_on_passes_over_what_has_ended_meanwhile(seed: int) -> None:
-    """It may stand at a task for want of room until that has run, or until its whole replay is over and the next one is under way."""
+def test_a_window_has_unfinished_tasks_only(seed: int) -> None:
+    """Tasks end in any order, and the next replay may be in progress before the last task of the present one has ended."""
     chance = random.Random(seed)
     driver = FakeDriver((12, 400), [("cpu", RAM, 1), ("cpu", RAM, 1)], storage=True)
     handles = [driver.handle(chance.randint(1, 4), f"x{at}") for at in range(10)]
@@ -236,8 +236,8 @@ def emptied(count: int, pages: int, budget: int = 120) -> tuple[FakeDriver, list
     return driver, tiles
 
 
-def test_a_walk_reaches_a_part_of_the_memory() -> None:
-    """More is not fetched for tasks that are far away."""
+def test_a_window_misses_a_part_of_the_memory() -> None:
+    """No more is fetched for tasks that are far away."""
     driver, tiles = emptied(15, PAGES)
     long = driver.handle(name="long")
     driver.record([[(long, W)], *([(tile, R)] for tile in tiles)], {long: False}).replay()
@@ -249,18 +249,18 @@ def test_a_walk_reaches_a_part_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize("is_within", [True, False])
-def test_a_walk_looks_at_so_many_tasks(is_within: bool) -> None:
-    """Those that miss nothing count; the one that runs does not."""
+def test_a_window_has_a_limit_of_tasks(is_within: bool) -> None:
+    """Those that miss nothing count, and so does the one that runs."""
     driver, small, (tile, *_) = on_device()
     driver.submit((small, RW))
     driver.drain()
-    driver.record([[(small, RW)]] * (TASKS + 1 - is_within) + [[(tile, R)]], {}).replay()
+    driver.record([[(small, RW)]] * (TASKS - is_within) + [[(tile, R)]], {}).replay()
     assert [name for name, _, _ in driver.routes] == ["x0"] * is_within
     driver.drain()
     driver.check()
 
 
-def test_a_walk_goes_on_although_the_first_task_behind_it_waits_for_the_program() -> None:
+def test_a_window_goes_on_although_its_first_task_waits_for_the_program() -> None:
     """Those behind that one run; what they read is fetched before."""
     driver, tiles = emptied(40, PAGES)
     held = driver.handle(name="held")
@@ -290,7 +290,7 @@ def on_device() -> tuple[FakeDriver, HandleRecord, list[HandleRecord]]:
     return driver, small, tiles
 
 
-def test_a_walk_begins_again_when_a_step_has_ended() -> None:
+def test_a_window_is_computed_again_when_a_step_has_ended() -> None:
     """Only then is it known when the step behind uses its data."""
     driver, small, tiles = on_device()
     first, second = driver.record([[(small, RW)]] * 2, {}), driver.record([[(small, RW)]] * 20 + [[(tile, R)] for tile in tiles], {})
@@ -304,7 +304,7 @@ def test_a_walk_begins_again_when_a_step_has_ended() -> None:
     driver.check()
 
 
-def test_a_walk_begins_again_for_what_the_program_has_written_behind_it() -> None:
+def test_data_that_the_program_has_overwritten_is_fetched_again() -> None:
     """What was there is out of date."""
     driver, small, (read, *_) = on_device()
     driver.submit((read, R), (small, RW))

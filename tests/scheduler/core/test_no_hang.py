@@ -217,12 +217,12 @@ def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, numb
 def _fits_now(self: Reservations, limit: int, before: int | None) -> bool:
     """`Reservations._fits_everywhere` that looks at the next position alone."""
     replay = self.foresight.replays[0]
-    return replay.passing[replay.frontier] + self.ahead <= limit
+    return replay.plan.passing[replay.frontier] + self.ahead <= limit
 
 
 def _forgets_what_is_ahead(self: Reservations, limit: int, before: int | None) -> bool:
     """`Reservations._fits_everywhere` that forgets what was made ahead."""
-    return all(replay.peaks[replay.frontier] <= limit for replay in self.foresight.replays)
+    return all(replay.plan.peaks[replay.frontier] <= limit for replay in self.foresight.replays)
 
 
 @pytest.mark.long

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.plain_tasks import plain_task
 from support.search import search
 
 from scheduler import Codelet, Cost
 from scheduler.core.link_model import DISK_LINK, FEW_PAIRS, LARGE, MEMORY_LINK, MOST_LATENCY, LinkModel
 from scheduler.core.performance_model import KEPT, RATES, UNKNOWN_SECONDS, Models, Series, footprint
-from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
+from scheduler.core.records import HandleId, HandleRecord, NodeId, Task
 from scheduler.storage.performance_store import MOST_SERIES, PerfStore, default_directory, machine_fingerprint
 from tiles import TileView
 
@@ -29,7 +30,7 @@ def task(codelet: Codelet | None = None, shape: tuple[int, ...] = (4, 4), dtype:
     """A task that reads one tile."""
     view = TileView(shape, np.dtype(dtype))
     handle = HandleRecord(HandleId(0), view.nbytes, 4096, view, "", "temporary", "activations")
-    return Task(TaskId(0), codelet, "gemm", ("cpu",), ((handle, "R"),), constants)
+    return plain_task(0, "gemm", ("cpu",), ((handle, "R"),), constants, codelet=codelet)
 
 
 def test_a_series_is_a_mean_without_the_first_sample() -> None:
@@ -70,11 +71,11 @@ def test_spikes_do_not_move_the_model(samples: list[float], spikes: list[float],
 
 def test_footprints_tell_apart_what_costs_differently() -> None:
     """Shapes, dtypes, modes, switches and operation counts count; seeds and offsets do not; numbers are the same in every process."""
-    assert footprint(task()) == footprint(task()) == 1594697441
+    assert footprint(task().spec) == footprint(task().spec) == 1594697441
     varied = [task(), task(shape=(4, 8)), task(dtype="float64"), task(trans=True), task(trans=False), task(kind="relu"), task(n=3), task(COST)]
-    assert len({footprint(each) for each in varied}) == len(varied)
-    assert footprint(task(COST, seed=1)) == footprint(task(COST, seed=2))
-    assert footprint(task(COST, causal=True)) != footprint(task(COST, causal=False))
+    assert len({footprint(each.spec) for each in varied}) == len(varied)
+    assert footprint(task(COST, seed=1).spec) == footprint(task(COST, seed=2).spec)
+    assert footprint(task(COST, causal=True).spec) != footprint(task(COST, causal=False).spec)
 
 
 def test_unmeasured_tasks_are_guessed_from_their_cost() -> None:
@@ -93,8 +94,8 @@ def test_the_key_of_a_task_is_computed_once() -> None:
     """Later records and estimates of the same task find it in its slot."""
     models, one = Models(), task()
     models.record(one, "cpu", 1.0)
-    assert one.model_key == ("gemm", footprint(one))
-    one.model_key = ("other", 5)
+    assert one.spec.model_key == ("gemm", footprint(one.spec))
+    one.spec.model_key = ("other", 5)
     models.record(one, "cpu", 1.0)
     assert ("other", 5, "cpu") in models.series
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plain_tasks import plain_task
 from support.search import search
 
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Policy, Prio, policy_of
-from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, TaskId, Worker, WorkerId, WorkerKind
+from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, Worker, WorkerId, WorkerKind
 
 CPU = Worker(WorkerId(0), "cpu", NodeId(0), depth=1)
 CPU2 = Worker(WorkerId(1), "cpu", NodeId(0), depth=1)
@@ -21,7 +22,7 @@ def task(number: int, priority: int = 0, kinds: tuple[WorkerKind, ...] = ("cpu",
     handle = HandleRecord(HandleId(number), PAGE, PAGE, None, "", "temporary", "activations")
     if on is not None:
         handle.replicas[NodeId(on)] = Replica(handle, NodeId(on), 0, "modified")
-    return Task(TaskId(number), None, f"t{number}", kinds, ((handle, "R"),), {}, priority, order=number)
+    return plain_task(number, f"t{number}", kinds, ((handle, "R"),), priority=priority, order=number)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -55,9 +56,9 @@ def take(policy: Policy, worker: Worker, inside: set[Task]) -> None:
     assert len(policy) == len(inside)
     found = policy.pop(worker)
     if found is None:
-        assert not any(worker.kind in task.kinds for task in inside)
+        assert not any(worker.kind in task.spec.kinds for task in inside)
     else:
-        assert worker.kind in found.kinds
+        assert worker.kind in found.spec.kinds
         inside.remove(found)
 
 

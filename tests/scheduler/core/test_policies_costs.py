@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plain_tasks import plain_task
 from support.search import search
 
 from scheduler.core.events import StepStarted, TaskSubmitted
@@ -17,7 +18,7 @@ from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.performance_model import Boundless, Estimates
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
 from scheduler.core.policies.reuse import PATIENCE
-from scheduler.core.records import HandleId, HandleRecord, Mode, NodeId, R, Replica, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from scheduler.core.records import HandleId, HandleRecord, Mode, NodeId, R, Replica, Task, W, Worker, WorkerId, WorkerKind
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.simulation.virtual_time import VirtualDriver
 
@@ -63,7 +64,7 @@ def task(number: int, *nodes: int, modes: Sequence[Mode] = (R,), kinds: tuple[Wo
         for node in nodes:
             handle.replicas[NodeId(node)] = Replica(handle, NodeId(node), 0, "shared")
         accesses.append((handle, mode))
-    return Task(TaskId(number), None, f"t{number}", kinds, tuple(accesses), {}, priority, order=number)
+    return plain_task(number, f"t{number}", kinds, accesses, priority=priority, order=number)
 
 
 def staffed(make: Callable[[Estimates], Policy], given: Estimates) -> tuple[Policy, list[Worker]]:
@@ -129,7 +130,7 @@ def test_a_link_that_is_busy_costs_its_queue() -> None:
     policy, workers = staffed(DataAware, given)
     first = task(0, 0)
     policy.push(first, None)
-    policy.push(Task(TaskId(1), None, "", BOTH, first.accesses, {}, order=1), None)
+    policy.push(plain_task(1, "", BOTH, first.accesses, order=1), None)
     assert [popped(policy, workers[2]), popped(policy, workers[2])] == [0, 1]
 
 
@@ -211,7 +212,7 @@ def test_all_tasks_are_run_once_and_workers_never_idle(name: str, speeds: tuple,
                 policy.push(waiting.pop(0), dice.choice([None, *workers]))
         for worker in workers:
             while len(worker.assigned) < worker.depth and (found := policy.pop(worker)) is not None:
-                assert worker.kind in found.kinds
+                assert worker.kind in found.spec.kinds
                 inside.remove(found)
                 worker.assigned.append(found)
         assert len(policy) == len(inside)
@@ -237,7 +238,7 @@ def run(plan: StepPlan, policy: Policy, given: Estimates, budgets: Sequence[int]
     machine = Machine([MemoryNode(f"node {at}", pages * PAGE) for at, pages in enumerate(budgets)], policy)
     driver = VirtualDriver(machine, [("sim", 1, 2), ("sim", 2, 2)], given.task_seconds, transfer=given.transfer_seconds)
     for number, handle in enumerate(plan.uses):
-        driver.bring(TaskSubmitted(Task(TaskId(number), None, "load", ("host",), ((handle, W),), {}, order=number - 1000)))
+        driver.bring(TaskSubmitted(plain_task(number, "load", ("host",), ((handle, W),), order=number - 1000)))
         driver.run()
     replay, _ = plan.instantiate(lambda handle: handle, 1000)
     driver.bring(StepStarted(replay))

@@ -277,7 +277,7 @@ def test_data_is_fetched_while_a_task_waits_for_room() -> None:
     driver.drain()
     step = driver.record([[(small, RW)], [(large, W)], [(late, R), (small, RW)], *([(each, R), (small, RW)] for each in dirty)], {large: False})
     step.replay()
-    assert [task.name for task in driver.machine._dispatch.blocked[RAM]] == ["r1"]
+    assert [task.spec.name for task in driver.machine._dispatch.blocked[RAM]] == ["r1"]
     assert ("late", FILE, RAM) in driver.routes
     driver.drain()
     driver.check()

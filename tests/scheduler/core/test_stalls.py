@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from support.plain_tasks import plain_task
+
 from scheduler.core.events import Event, TaskSubmitted
 from scheduler.core.machine import Machine
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.policies import Prio
-from scheduler.core.records import RW, SCRATCH, HandleId, HandleRecord, Mode, R, Task, TaskId, W, WorkerKind
+from scheduler.core.records import RW, SCRATCH, HandleId, HandleRecord, Mode, R, W, WorkerKind
 from scheduler.simulation.virtual_time import VirtualDriver
 
 COPY_SECONDS, TASK_SECONDS = 2, 3
@@ -33,7 +35,7 @@ class Watched(VirtualDriver):
     def submit(self, kind: WorkerKind, *accesses: tuple[HandleRecord, Mode]) -> None:
         """A task."""
         self._num += 1
-        self.bring(TaskSubmitted(Task(TaskId(self._num), None, f"task {self._num}", (kind,), accesses, {}, order=self._num)))
+        self.bring(TaskSubmitted(plain_task(self._num, f"task {self._num}", (kind,), accesses, order=self._num)))
 
     def stalled_seconds(self) -> float:
         """After everything has run."""

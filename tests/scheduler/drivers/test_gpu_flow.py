@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.late_gpu import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, Place, gpus, value
+from support.plain_tasks import plain_task
 
 from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
 from scheduler.api.inline_runtime import InlineRuntime
 from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
 from scheduler.core.memory.extents import ExtentAllocator
-from scheduler.core.records import Task, TaskId
 from scheduler.core.shortage import Shortage
 from scheduler.drivers import cuda
 from scheduler.drivers.cuda import CudaCopier
@@ -188,7 +188,7 @@ def test_tasks_finish_before_their_kernels_but_not_many() -> None:
     gpu, is_open = Gpu(), threading.Event()
     flow = Flow(gpu)
     gpu.enter(flow.stream)
-    tasks = [Task(TaskId(number), None, "task", ("cuda",), (), {}) for number in range(IN_FLIGHT + 1)]
+    tasks = [plain_task(number, "task", ("cuda",)) for number in range(IN_FLIGHT + 1)]
     for task in tasks[:-1]:
         assert flow.begin() == []
         if task is tasks[0]:

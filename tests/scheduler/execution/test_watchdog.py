@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from support.deadline import DEADLINE
+from support.plain_tasks import plain_task
 
 from scheduler import Codelet, Runtime
 from scheduler.core.events import TaskSubmitted
@@ -15,7 +16,7 @@ from scheduler.core.machine import Machine
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.policies import Prio
-from scheduler.core.records import RW, HandleId, HandleRecord, Mode, R, Task, TaskId, W, WorkerKind
+from scheduler.core.records import RW, HandleId, HandleRecord, Mode, R, W, WorkerKind
 from scheduler.core.story import LENGTH, standstill
 from scheduler.execution.watchdog import Patience, watchdog_seconds
 from scheduler.simulation.virtual_time import VirtualDriver
@@ -45,7 +46,7 @@ class Still(VirtualDriver):
     def submit(self, name: str, kind: WorkerKind, *accesses: tuple[HandleRecord, Mode]) -> None:
         """Submit a task."""
         self._num += 1
-        self.bring(TaskSubmitted(Task(TaskId(self._num), None, name, (kind,), accesses, {}, order=self._num)))
+        self.bring(TaskSubmitted(plain_task(self._num, name, (kind,), accesses, order=self._num)))
 
     def report(self) -> str:
         """Return the text about what runs and waits now."""

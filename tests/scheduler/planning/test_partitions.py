@@ -6,13 +6,14 @@ import itertools
 from collections import Counter
 
 import pytest
+from support.plain_tasks import plain_task
 
 from scheduler.core.events import CopyFinished, Event, TaskFinished
 from scheduler.core.memory.eviction_policies import FAR, Foresight
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
-from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, Replica, Task, TaskId, UseSchedule, Worker, WorkerId
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, ReplayPlan, Replica, UseSchedule, Worker, WorkerId
 from scheduler.core.step_plan import Label, RecordedTask, StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.simulation.virtual_time import VirtualDriver, simulate
@@ -190,8 +191,8 @@ def test_explained_placements_know_the_plan(policy: type[DataAwareSorted | Eager
     watched = Explained(policy(), NO_ESTIMATES, joined, {"forward"}, 1)
     for worker in joined:
         watched.join(worker)
-    task = Task(TaskId(0), None, "forward", ("sim",), (), {}, partition=1)
-    task.step = Replay([task], [], [], [], partitions=[[], [0]], partition_nodes=(NodeId(1), NodeId(2)))
+    task = plain_task(0, "forward", ("sim",), partition=1)
+    task.step = Replay(ReplayPlan(partitions=[[], [0]]), [task], [], [], [], partition_nodes=(NodeId(1), NodeId(2)))
     watched.push(task, None)
     assert watched.pop(joined[1]) is task
     assert watched.placements[0].planned_node == expected
@@ -202,11 +203,8 @@ def test_what_other_devices_read_keeps_data_only_where_it_is_alone() -> None:
     backing, gpu, other = NodeId(0), NodeId(1), NodeId(2)
     modes: list[tuple[int, Mode]] = [(0, "R"), (1, "R"), (0, "R"), (1, "R"), (0, "RW"), (1, "RW"), (1, "R"), (-1, "RW")]
     handle = HandleRecord(HandleId(0), PAGE, PAGE, None, "w", "persistent", "parameters")
-    tasks = [
-        Task(TaskId(at), None, "task", ("sim",), ((handle, mode),), {}, position=at, partition=partition)
-        for at, (partition, mode) in enumerate(modes)
-    ]
-    replay = Replay(tasks, [], [], [], partition_nodes=(gpu, other), done=bytearray(len(tasks)))
+    tasks = [plain_task(at, "task", ("sim",), ((handle, mode),), position=at, partition=partition) for at, (partition, mode) in enumerate(modes)]
+    replay = Replay(ReplayPlan(), tasks, [], [], [], partition_nodes=(gpu, other), done=bytearray(len(tasks)))
     for task in tasks:
         task.step = replay
     handle.use_schedule = UseSchedule(range(len(tasks)), [mode for _, mode in modes])
