@@ -12,8 +12,8 @@ from .core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from .core.memory.extents import PAGE, rounded
 from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
-from .core.policies import POLICIES, Candidate, Placement, policy_of
-from .core.records import FILE, PROGRAM, HandleRecord, NodeId, WorkerId, WorkerKind
+from .core.policies import MIXED_POLICIES, POLICIES, Candidate, Placement, policy_of
+from .core.records import ANY, FILE, PROGRAM, HandleRecord, NodeId, WorkerId, WorkerKind
 from .core.shortage import access_sizes
 from .core.step_plan import Phase, RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
@@ -22,6 +22,7 @@ from .execution.watchdog import watchdog_seconds
 from .execution.workers import ASIDE_DEPTH, SIM_DEPTH
 
 __all__ = [
+    "ANY",
     "ASIDE_DEPTH",
     "DEFAULT_EVICTION",
     "DISK_LINK",
@@ -29,6 +30,7 @@ __all__ = [
     "FILE",
     "KEPT_COPIES",
     "MEMORY_LINK",
+    "MIXED_POLICIES",
     "PAGE",
     "POLICIES",
     "PROGRAM",

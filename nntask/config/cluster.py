@@ -11,6 +11,7 @@ from typing import Final, Literal
 from ..errors import Setting, UsageError
 from ..io.units import parse_size
 from ..optim.sharded import most_nodes
+from .machine import sharing_of
 from .settings import ClusterSettings, TrainSettings
 
 _LOCAL: Final = re.compile(r"local:(\d{1,6})")
@@ -88,6 +89,9 @@ def check_cluster(settings: TrainSettings) -> None:
             flag="--nodes",
         )
     cluster_of(cluster)  # checks RATE in --transport
+    if sharing_of(settings.resources):
+        value, others = f"{settings.resources.sched}@{settings.resources.assignment}", (Setting("--dask", cluster.dask),)
+        raise UsageError("is for one machine", "drop it or {0}", others=others, flag="--sched", value=value)
     if settings.resources.update_on != "device":
         raise UsageError(
             "is for one machine, and the nodes of --dask share updates by ZeRO-1",

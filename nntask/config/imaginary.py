@@ -6,11 +6,12 @@ import re
 from typing import Final
 
 from ..errors import UsageError
-from ..hardware.gpus import check_updaters
+from ..hardware.gpus import check_sharing, check_updaters
 from ..hardware.imaginary import ImaginaryMachine
 from ..hardware.machine_model import DEVICE_FLOPS, MachineModel
 from ..io.units import flag_size, parse_rate, parse_size
 from .disk import imaginary_disk_of
+from .machine import request_of
 from .settings import ResourceSettings
 from .validation import check_most
 
@@ -58,6 +59,12 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
         )
     if resources.update_on == "cpu":
         check_updaters(resources.ncpu)
+    request = request_of(resources, has_disk=False)
+    check_sharing(request, has_devices=True)
+    if request.sharing == "pinned":
+        raise UsageError(
+            "repeats a run on this machine", f"use --sched {resources.sched}@mixed", flag="--sched", value=f"{resources.sched}@{resources.assignment}"
+        )
     return ImaginaryMachine(
         count=count,
         nbytes=nbytes,
@@ -70,6 +77,7 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
         num_cpu=resources.ncpu,
         sched=resources.sched,
         updates_on_cpu=resources.update_on == "cpu",
+        is_mixed=request.sharing == "mixed",
     ).model()
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from ..errors import UsageError
-from ..hardware.machine_request import NO_BUDGET, Budget, DeviceSize, DiskSpec, MachineRequest
+from ..hardware.machine_request import NO_BUDGET, Budget, DeviceSize, DiskSpec, MachineRequest, Sharing
 from ..hardware.machine_spec import MachineSpec, check_budgets, requested_devices, with_budgets
 from ..io.units import fraction_of, parse_rate, parse_size
 from .disk import disk_of
-from .settings import ResourceSettings
+from .settings import ResourceSettings, flag_of
+
+DEVICES: Final = "devices"
+"""Assignment of every task that a device can run to a device."""
+PINNED: Final = "pinned:"
+"""Beginning of an assignment in a file."""
 
 
 def request_of(resources: ResourceSettings, *, has_disk: bool = True) -> MachineRequest:
@@ -38,7 +44,22 @@ def request_of(resources: ResourceSettings, *, has_disk: bool = True) -> Machine
         graphs=resources.graphs,
         watchdog=resources.watchdog,
         update_on=resources.update_on,
+        sharing=sharing_of(resources),
     )
+
+
+def sharing_of(resources: ResourceSettings) -> Sharing:
+    """Return whether CPU workers and devices share tasks.
+
+    Raises:
+        UsageError: the assignment is malformed.
+    """
+    text = resources.assignment
+    if text not in ("", DEVICES, "mixed") and not text.removeprefix(PINNED) != text:
+        raise UsageError(
+            f"must be {DEVICES}, mixed or {PINNED}FILE, got {text!r}", f"for example --sched {resources.sched}@mixed", flag=flag_of("assignment")
+        )
+    return "" if text in ("", DEVICES) else "mixed" if text == "mixed" else "pinned"
 
 
 def _device_size(resources: ResourceSettings) -> DeviceSize | None:

@@ -25,7 +25,7 @@ from ..hardware.machine_spec import MachineSpec, with_budgets, with_cudnn
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
 from .init_from import InitialModel, brings_config, initial_model, model_path
-from .machine import devices_of
+from .machine import devices_of, sharing_of
 from .objective import objective_of, with_objective
 from .run_config import (
     LanguageRun,
@@ -100,6 +100,9 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
         )
     if settings.resources.update_on != "device":
         raise UsageError("is for nntask's own models", "drop it, or train such a model", flag="--update-on", value=settings.resources.update_on)
+    if sharing_of(settings.resources):
+        value = f"{settings.resources.sched}@{settings.resources.assignment}"
+        raise UsageError("is for nntask's own models", "drop it, or train such a model", flag="--sched", value=value)
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
     return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 

@@ -203,7 +203,7 @@ class MachineSettings:
     disk: str = ""
     """disk tier below RAM, DIR or DIR:SIZE: a temporary file in DIR of at most SIZE bytes (default: the free space)"""
     sched: Literal["auto", "eager", "prio", "lws", "dm", "dmda", "dmdas", "reuse"] = "auto"
-    """policy that assigns tasks to workers, under the names that StarPU uses"""
+    """policy that assigns tasks to workers, under StarPU's names; dmdas@mixed lets GPUs and CPU share tasks, @pinned:FILE repeats a recorded run"""
     evict: Literal["next-use", "lru", "fifo"] = "next-use"
     """which data leave a full memory: next-use (needed last), lru (least recently used), or fifo (oldest)"""
     prefetch: bool = True
@@ -220,6 +220,8 @@ class ResourceSettings(MachineSettings):
     """order of a step's tasks if memory is short: auto, or one that the guide Memory and disk lists, e.g. layers or turn:4/8"""
     recompute: str = "auto"
     """activation checkpointing: auto (if memory is short), none, block (keep inputs of blocks only), or operations, e.g. layer_norm"""
+    assignment: str = ""
+    """kinds of workers of tasks with kernels for CPU and devices: devices (default), mixed (by expected end), or pinned:FILE (as recorded)"""
     update_on: Literal["device", "cpu", "auto"] = "device"
     """where the optimizer runs: device, cpu (its state stays in RAM), or auto for the faster one by forecast"""
 
@@ -304,6 +306,7 @@ SUFFIXES: Final[Mapping[str, Suffix]] = {
     "sim_bandwidth": Suffix("sim_gpu", "@", "RATE", "1", without=("0",)),
     "split_gpu": Suffix("ngpu", "x", "PARTS", "1", without=("0",)),
     "link_bandwidth": Suffix("transport", "@", "RATE", "dask", without=("nccl",)),
+    "assignment": Suffix("sched", "@", "ASSIGNMENT", "auto", without=("eager", "prio", "lws", "reuse")),
     "trace": Suffix("trace_steps", "@", "FILE", "all"),
     "tile_table": Suffix("auto_tile", "@", "FILE", "table"),
     "momentum": Suffix("optimizer", ":", "MOMENTUM", "sgd", without=("adamw", "adam")),
@@ -369,13 +372,8 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
                         f"settings.{group}.{key} in {source} must be {_words_for(known_kinds[key])}, got {value!r}", "use another checkpoint"
                     )
                 flat[key] = value
-    flat = translated(flat, source)
-    return TrainSettings(**{f.name: _group(f.default_factory, flat) for f in fields(TrainSettings)})
-
-
-def _group(group: Any, flat: Mapping[str, Any]) -> Any:
-    """Return a group of settings with its values in `flat`."""
-    return group(**{f.name: flat[f.name] for f in fields(group) if f.name in flat})
+    flat, groups = translated(flat, source), dict[str, Any]({f.name: f.default_factory for f in fields(TrainSettings)})
+    return TrainSettings(**{name: group(**{f.name: flat[f.name] for f in fields(group) if f.name in flat}) for name, group in groups.items()})
 
 
 def _is_of(value: object, kind: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import Runtime, Step, Ticket, contribution
-from scheduler.machine import Binding
+from scheduler.machine import Binding, WorkerKind
 from scheduler.planning import PlannedOrder
 from tiles import TileTensor
 
@@ -91,10 +91,11 @@ class StepSymbols:
 
 
 class PlannedStep(NamedTuple):
-    """A captured training step in its planned order."""
+    """A captured training step in its planned order, and the kind of worker of each of its tasks; None for any kind."""
 
     order: PlannedOrder
     symbols: StepSymbols
+    kinds: Sequence[WorkerKind] | None = None
 
 
 def named_data(model: LanguageModel, optimizer: Optimizer, inputs: Sequence[Inputs]) -> dict[str, Binding]:
@@ -259,7 +260,7 @@ class RecordedEngine(Inference):
         self._squares: TileTensor | None = None
         if planned is not None:
             symbols = planned.symbols
-            self._step = runtime.adopt(planned.order, symbols.data, named_data(self.model, self.optimizer, self._inputs))
+            self._step = runtime.adopt(planned.order, symbols.data, named_data(self.model, self.optimizer, self._inputs), planned.kinds)
             self._losses, self._squares = symbols.losses, symbols.squares
         self._freed_at = -inf  # time at which freed memory was last returned to the system
 

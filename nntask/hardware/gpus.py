@@ -1,7 +1,7 @@
 """The GPUs of a run, from its flags: the cards, the number of parts and the memory of each, and the devices themselves.
 
 If GPUs are used, every task with a CUDA kernel runs on them only, so a loss does not depend on which worker was free. CPU workers run the other
-tasks; with GPUs, there are CPU workers only if `--ncpu` asks for them.
+tasks; with GPUs, there are CPU workers only if `--ncpu` asks for them. `--sched auto@mixed` lets both share tasks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 from scheduler import Codelet, Shortage, usable_cores
 from scheduler import DoesNotFit as NoRoom
 from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, NoGpu, choose_gpus, connect, name_of
-from scheduler.machine import RecordedTask
+from scheduler.machine import MIXED_POLICIES, RecordedTask
 
 from ..errors import DoesNotFit, Setting, UsageError
 from ..io.units import format_size
@@ -169,6 +169,7 @@ def check_devices(request: MachineRequest, gpus: GpuPlan) -> None:
     """
     if request.update_on == "cpu":
         _check_update(request, gpus)
+    check_sharing(request, has_devices=bool(gpus.devices or request.num_simulated))
     if gpus.devices:
         return
     if request.num_cpu == 0 and not request.num_simulated:
@@ -195,6 +196,35 @@ def _check_update(request: MachineRequest, gpus: GpuPlan) -> None:
             "leaves all but updates to devices, and there is none", "use --update-on device, or add --sim-gpu 1", flag="--update-on", value="cpu"
         )
     check_updaters(request.num_cpu)
+
+
+def check_sharing(request: MachineRequest, *, has_devices: bool) -> None:
+    """Check that --sched POLICY@mixed or @pinned has devices and CPU workers that may share tasks, and a policy that compares them.
+
+    Raises:
+        UsageError: one of them is missing.
+    """
+    if not request.sharing:
+        return
+    value = f"{request.sched}@{request.sharing}"
+    if request.sched not in ("auto", *MIXED_POLICIES):
+        raise UsageError(
+            "compares no kinds of workers", f"use --sched auto@{request.sharing}, or {', '.join(MIXED_POLICIES)}", flag="--sched", value=value
+        )
+    if not has_devices:
+        raise UsageError("shares tasks with devices, and there is none", "use --sched auto, or add --sim-gpu 1", flag="--sched", value=value)
+    if request.num_cpu == 0:
+        others = (Setting("--ncpu", 0),)
+        raise UsageError("needs CPU workers, and {0} leaves none", "use --ncpu 1, or --sched auto", flag="--sched", value=value, others=others)
+    if request.update_on != "device":
+        others = (Setting("--update-on", request.update_on),)
+        raise UsageError(
+            "lets CPU workers run all tasks, and {0} only updates",
+            "use --update-on device, or --sched auto",
+            flag="--sched",
+            value=value,
+            others=others,
+        )
 
 
 def check_updaters(num_cpu: int | None) -> None:

@@ -13,7 +13,7 @@ from ..tiling.model_tiling import ModelTiling, divisors, even, whole_groups
 from .machine_model import DEVICE_BANDWIDTH, DISK, RAM, MachineModel
 
 NUM_CPU: Final = 8
-"""Default number of CPU workers that update weights."""
+"""Default number of CPU workers that update weights or share tasks with devices."""
 LATENCY: Final = 1e-5
 """Seconds of a copy over such a link, or of a request to such a disk, before its first byte."""
 
@@ -37,9 +37,10 @@ class ImaginaryMachine:
         ram, disk: bytes of host memory, and of the disk tier; None for no disk tier.
         disk_rate: bytes per second of the disk tier, all requests in flight together.
         ram_rate: bytes per second that all CPU workers together read and write when they update weights.
-        num_cpu: number of CPU workers; None for none, or for `NUM_CPU` if they update weights.
+        num_cpu: number of CPU workers; None for none, or for `NUM_CPU` if they update weights or share tasks.
         sched: name of the scheduling policy, or "auto".
         updates_on_cpu: whether CPU workers update the weights, and do nothing else.
+        is_mixed: whether CPU workers and devices share the tasks that both can run.
     """
 
     count: int
@@ -53,6 +54,7 @@ class ImaginaryMachine:
     num_cpu: int | None
     sched: str
     updates_on_cpu: bool
+    is_mixed: bool = False
 
     def model(self) -> MachineModel:
         """Return the machine to plan for, with links of one rate to host memory and between devices."""
@@ -60,11 +62,13 @@ class ImaginaryMachine:
         if self.disk is not None:
             nodes.append((DISK, self.disk))
         workers: list[tuple[WorkerKind, int, int]] = [("sim", 1 + at, SIM_DEPTH) for at in range(self.count)]
-        workers += [("cpu", 0, 1)] * (self.num_cpu or 0)
-        models, policy = Models(), policy_of(self.sched, self.count)
+        workers += [("cpu", 0, 1)] * (NUM_CPU if self.is_mixed and self.num_cpu is None else self.num_cpu or 0)
+        models, policy = Models(), policy_of(self.sched, self.count, is_mixed=self.is_mixed)
         models.declare_links(len(nodes), storage=self.disk is not None, given=(LATENCY, self.link_rate), disk=(LATENCY, self.disk_rate / THREADS))
         rates: dict[WorkerKind, Rate] = {"sim": Rate(self.flops, DEVICE_BANDWIDTH)}
-        machine = MachineModel(tuple(workers), tuple(nodes), self.disk is not None, models, policy, rates, ram_rate=self.ram_rate)
+        machine = MachineModel(
+            tuple(workers), tuple(nodes), self.disk is not None, models, policy, rates, ram_rate=self.ram_rate, is_mixed=self.is_mixed
+        )
         return machine.beside(NUM_CPU if self.num_cpu is None else self.num_cpu) if self.updates_on_cpu else machine
 
 

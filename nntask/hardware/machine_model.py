@@ -55,6 +55,7 @@ class MachineModel:
         aside: whether CPU workers run only tasks that devices may not.
         ram_rate: bytes per second that all such workers of an imaginary machine together read and write in host memory.
         workspace: bytes of each GPU's budget, as flags give it, that cuDNN takes.
+        is_mixed: whether CPU workers and devices share the tasks that both can run.
     """
 
     workers: tuple[tuple[WorkerKind, int, int], ...]
@@ -67,6 +68,7 @@ class MachineModel:
     aside: bool = False
     ram_rate: float = 0.0
     workspace: int = 0
+    is_mixed: bool = False
 
     @property
     def budgets(self) -> Mapping[str, int]:
@@ -187,6 +189,7 @@ def this_machine(machine: MachineSpec) -> MachineModel:
         staging=staging,
         aside=machine.aside,
         workspace=ATTENTION_WORKSPACE_NBYTES if machine.gpus.has_cudnn else 0,
+        is_mixed=bool(machine.sharing),
     )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+Sharing = Literal["", "mixed", "pinned"]
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -72,6 +74,7 @@ class MachineRequest:
         disk: disk tier; None without one.
         sched, evict, prefetch, graphs, watchdog: options of the runtime's scheduler, values of the flags of these names.
         update_on: workers that update the weights.
+        sharing: whether CPU workers and devices share the tasks that both can run: "" if not, "mixed" by expected end, or "pinned" as recorded.
     """
 
     num_cpu: int | None
@@ -89,3 +92,4 @@ class MachineRequest:
     graphs: bool
     watchdog: float | None
     update_on: Literal["device", "cpu", "auto"]
+    sharing: Sharing = ""

@@ -20,7 +20,7 @@ from scheduler.storage import filled_budgets, memory_limit
 from ..errors import DoesNotFit, Setting
 from .gpu_attention import gpus_with_cudnn
 from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
-from .machine_request import NO_BUDGET, Budget, DiskSpec, MachineRequest
+from .machine_request import NO_BUDGET, Budget, DiskSpec, MachineRequest, Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class MachineSpec:
         device: budget of each GPU or simulated device.
         disk: disk tier; None without one.
         aside: whether CPU workers run only tasks that devices may not, while devices compute the rest.
+        sharing: whether CPU workers and devices share the tasks that both can run, as in `MachineRequest`.
     """
 
     num_cpu: int
@@ -63,6 +64,7 @@ class MachineSpec:
     device: Budget = NO_BUDGET
     disk: DiskSpec | None = None
     aside: bool = False
+    sharing: Sharing = ""
 
     @property
     def has_gpus(self) -> bool:
@@ -91,17 +93,18 @@ def requested_devices(request: MachineRequest, dtype: str, *, checks: bool = Tru
     gpus = gpus_of(request, dtype)
     if checks:
         check_devices(request, gpus)
+    is_shared = bool(request.sharing)
+    policy = policy_of(request.sched, request.num_simulated or len(gpus.devices), is_mixed=is_shared)
     machine = MachineSpec(
-        num_cpu=num_cpu_workers(request.num_cpu, gpus),
+        num_cpu=num_cpu_workers(request.num_cpu, NO_GPUS if is_shared else gpus),
         gpus=gpus,
         num_simulated=request.num_simulated,
         link_rate=request.link_rate,
-        scheduling=Scheduling(
-            policy_of(request.sched, request.num_simulated or len(gpus.devices)), request.evict, request.prefetch, request.graphs, request.watchdog
-        ),
+        scheduling=Scheduling(policy, request.evict, request.prefetch, request.graphs, request.watchdog),
         ram=request.ram,
         device=_device_budget(request, gpus),
         disk=request.disk,
+        sharing=request.sharing,
     )
     if not machine.has_devices or request.update_on == "device" or request.num_cpu == 0:
         return machine

@@ -82,13 +82,13 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
                 watchdog=watchdog,
                 kernels=kernel_versions(),
                 aside=machine.aside,
+                mixed=machine.sharing == "mixed",  # if pinned, only the recorded step shares tasks
             )
         except (MemoryError, OverflowError) as error:
             raise cannot_reserve(machine, error) from error
         except OSError as error:
-            raise StorageError(
-                f"{'' if disk is None else disk.budget.text}: {error.strerror or error}", "name a directory that can be written", flag="--disk"
-            ) from error
+            place = "" if disk is None else disk.budget.text
+            raise StorageError(f"{place}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
         unused.pop_all()  # the runtime owns them from here on
     return runtime
 

@@ -136,7 +136,8 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
             f"lower {config.positions_key} in the config or enlarge the tiles",
         )
     _LOG.info("capturing a step of %d minibatches", count)
-    runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus, aside=run.machine.aside)
+    machine = run.machine
+    runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
     model = build_model(run.model, runtime)
     if frozen_base is not None:
         frozen_base.attach(model)

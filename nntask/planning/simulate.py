@@ -16,7 +16,7 @@ from typing import Any, Final
 import scheduler
 from scheduler import SCRATCH, DataClass, W
 from scheduler.machine import StepPlan
-from scheduler.planning import PlannedOrder
+from scheduler.planning import PlannedOrder, on_kinds
 from scheduler.simulation import Simulation
 
 from ..adapters.lora import largest_rank
@@ -32,6 +32,7 @@ from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..models.registry import family_of
 from ..telemetry.explain import matching
 from ..tiling.model_tiling import default_tiling
+from .assignment import pinned_kinds
 from .fit_advice import advice, with_free_order
 from .memory_fit import (
     CapturedStep,
@@ -85,9 +86,10 @@ def plan_run(
     with no_collections():
         chosen = best_updater(run, target)
         run, target = chosen.run, chosen.target
-        figures = plan_step(
-            chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order, chosen.needs
-        )
+        kinds, order = pinned_kinds(run, chosen.order), chosen.order
+        if kinds is not None:
+            order = replace(order, plan=on_kinds(order.plan, kinds, {kind for kind, _, _ in target.workers}))
+        figures = plan_step(chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), order, chosen.needs)
         figures["gpu_attention"] = settings.model.gpu_attention
         figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(chosen.seconds)
         figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}

@@ -8,10 +8,11 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from scheduler import DoesNotFit
-from scheduler.machine import StepPlan
+from scheduler.machine import ANY, StepPlan
+from scheduler.planning import by_urgency
 from scheduler.simulation import Simulation, simulate
 
-from ..hardware.machine_model import MachineModel, durations
+from ..hardware.machine_model import MachineModel, durations, pace_on
 from ..hardware.machine_spec import Scheduling
 
 _LOG: Final = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
     if plan in _KNOWN and _KNOWN[plan][:2] == (target, how):
         return _KNOWN[plan][2]
     _LOG.info("running %d tasks in virtual time", len(plan.tasks))
+    if target.is_mixed and plan.window == ANY:
+        plan = by_urgency(plan, pace_on(plan, target).seconds)
     is_short, has_devices = plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
     once = is_short and len(plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
     simulation = simulate(

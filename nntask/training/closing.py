@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from scheduler import RecordingError, Step
+
+from ..config.run_config import LanguageRun
 from ..data.sampler import in_order
 from ..engine.evaluation import Evaluation, evaluate
+from ..planning.assignment import ASSIGNMENT, assignment_text
 from ..telemetry.metrics import Journal
 from ..telemetry.traffic import is_worth_telling, traffic_report
-from .run_directory import summary_of, write_summary
+from .run_directory import summary_of, write_file, write_summary
 from .session import Session
 
 
@@ -49,7 +55,12 @@ def close(session: Session, journal: Journal) -> None:
 
 def summarise(session: Session, journal: Journal) -> None:
     """Write summary.json, however the training ended."""
-    write_summary(
-        session.run.directory,
-        summary_of(journal.whole, journal.own, session.runtime.stats(), session.engine.num_tasks, session.fallbacks, session.dataset.findings),
-    )
+    found = summary_of(journal.whole, journal.own, session.runtime.stats(), session.engine.num_tasks, session.fallbacks, session.dataset.findings)
+    write_summary(session.run.directory, {**found, "bits_depend_on_schedule": session.run.machine.sharing == "mixed"})
+
+
+def write_assignment(run: LanguageRun, step: Step) -> None:
+    """Write the workers of the last step's tasks if CPU workers and devices shared them, and if that step has ended without a failure."""
+    if run.machine.sharing == "mixed" and step.plan is not None:
+        with suppress(RecordingError):
+            write_file(run.directory / ASSIGNMENT, assignment_text(step.plan, step.kinds))

@@ -26,6 +26,7 @@ from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error
 from ..inference.samples import sample_text
+from ..planning.assignment import pinned_kinds
 from ..planning.memory_fit import capture, fitting_order
 from ..planning.run_candidates import Updater, planned_run
 from ..planning.value_figures import headline, order_figures, value_lines
@@ -35,7 +36,7 @@ from ..telemetry.tensorboard import check_installed
 from ..telemetry.tracing import Tracer
 from .attention_choice import choose_attention, told_attention
 from .autotune import in_best_tiles
-from .closing import validate
+from .closing import validate, write_assignment
 from .continuation import interrupted, left_behind
 from .initial_weights import check_files, check_weights, model_to_start_from, new_weights
 from .loop import Hooks
@@ -106,6 +107,7 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
         explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
         if run.model.library:
             printer.say(told_attention(step.plan.tasks))
+        kinds = pinned_kinds(run, order)
         figures = {**order_figures(order, run, this_machine(run.machine)), **attention}
         foreseen = _Foreseen(order, figures, explained, fallbacks, chosen.seconds)
     else:
@@ -117,7 +119,7 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
         return _begun(run, printer, lambda lock, interrupts: _on_cluster(run, cluster, lock, printer, interrupts))
     assert foreseen is not None  # set above, without a cluster
     assert step.symbols is not None  # the model is made of tiles
-    known, planned = foreseen, PlannedStep(foreseen.order, step.symbols)
+    known, planned = foreseen, PlannedStep(foreseen.order, step.symbols, kinds)
     del step, chosen  # the captured step is large
     lower = None if run.start.resumed is None else ""  # a resumed run keeps the model and tiling of its checkpoint
 
@@ -205,7 +207,11 @@ def _here(
                 tracer.on_step(step)
                 explainer.tell()
 
-            hooks = Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=lambda: tracer.write(engine.step))
+            def at_end() -> None:
+                tracer.write(engine.step)
+                write_assignment(run, engine.step)
+
+            hooks = Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=at_end)
             with nullcontext() if around is None else around(session):
                 return run_loop(session, hooks)
     except FAILURES as error:

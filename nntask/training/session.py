@@ -17,6 +17,7 @@ from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import NONE, SUBMISSION, PlannedOrder
 
 from ..checkpoints.store import Checkpoint
+from ..config.machine import PINNED
 from ..config.run_config import LanguageRun, Length, RunConfig
 from ..config.stored_run import stored_settings
 from ..config.toml import to_toml
@@ -31,6 +32,7 @@ from ..hardware.flops import FlopCounts, flop_counts_of
 from ..hardware.machine_model import MachineModel
 from ..inference.samples import sample_prompt
 from ..io.units import format_size
+from ..planning.assignment import ASSIGNMENT
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
 from ..planning.run_candidates import Updater, told_updater
@@ -242,6 +244,10 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
         say(finding.sentence)
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(in_ranges(list(stats['busy_seconds'])))}; policy {stats['policy']}; budgets: {budgets}")
+    if run.machine.sharing == "mixed":
+        say(f"CPU workers and devices share tasks: if they round differently, losses depend on the schedule; {ASSIGNMENT} repeats its last step")
+    if run.machine.sharing == "pinned":
+        say(f"tasks of a step run where {run.settings.resources.assignment.removeprefix(PINNED)} says")
     if session.fallbacks:
         say("on the CPU, without a CUDA kernel: " + ", ".join(f"{count} {name} a step" for name, count in sorted(session.fallbacks.items())))
     if order is not None and order.forecasts:

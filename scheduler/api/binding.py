@@ -86,8 +86,11 @@ def check_mode(name: str, plan: StepPlan, symbol: Binding) -> None:
         raise RecordingError(f"{name} must {should}, and the captured step {does} it", "declare it in the mode in which the step uses it")
 
 
-def check_tasks(tasks: Sequence[RecordedTask], machine: Machine) -> None:
+def check_tasks(tasks: Sequence[RecordedTask], machine: Machine, *, is_mixed: bool = False) -> None:
     """Check that the workers of a machine are those for which tasks were captured, and that each task fits a memory.
+
+    Args:
+        is_mixed: argument of `placement.kinds_of`.
 
     Raises:
         RecordingError: a task was captured for other kinds of workers.
@@ -98,7 +101,7 @@ def check_tasks(tasks: Sequence[RecordedTask], machine: Machine) -> None:
     for task in tasks:
         codelet = cast(Codelet, task.codelet)
         key = codelet.kinds, task.pin
-        ability = abilities.get(key) or abilities.setdefault(key, find_ability(codelet, machine, task.pin))
+        ability = abilities.get(key) or abilities.setdefault(key, find_ability(codelet, machine, task.pin, is_mixed=is_mixed))
         if task.kinds != ability.kinds and codelet is not COPY_INPUT:
             were, are = ", ".join(task.kinds), ", ".join(ability.kinds)
             raise RecordingError(f"{task.name} was captured for workers of kinds {were}, got {are}", "capture the step for this machine")

@@ -34,14 +34,15 @@ class CapturingRuntime(RecordingRuntime):
         workers: names of the workers on which the program may place tasks, in the order of their numbers; `simulate` must get the same names.
         has_gpus: whether the step is for a runtime with CUDA workers.
         aside: whether the step is for a runtime whose CPU workers run only codelets that devices may not.
+        mixed: whether the step is for a runtime whose CPU workers and devices both run what both can run.
 
     Attributes:
         reading_nbytes: bytes of host memory, in whole pages, that readers of the attached sources need.
     """
 
-    def __init__(self, lanes: int = 1, workers: Sequence[str] = (), *, has_gpus: bool = False, aside: bool = False) -> None:
+    def __init__(self, lanes: int = 1, workers: Sequence[str] = (), *, has_gpus: bool = False, aside: bool = False, mixed: bool = False) -> None:
         super().__init__(lanes)
-        self.has_gpus = has_gpus
+        self.has_gpus, self._is_mixed = has_gpus, mixed
         if aside:
             self.devices_beside = "cuda" if has_gpus else "sim"
         self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
@@ -92,7 +93,7 @@ class CapturingRuntime(RecordingRuntime):
         pin = None if combines or not self._pins else self._pin()
         if pin is not None:
             return kinds_on(codelet, self._worker_names[pin]), pin
-        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus), None
+        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

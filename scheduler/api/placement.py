@@ -11,6 +11,8 @@ from typing import NamedTuple
 from ..core.codelet import Codelet
 from ..core.errors import DoesNotFit, PlacementError
 from ..core.machine import Machine
+from ..core.memory.eviction_policies import EVICTION_POLICIES
+from ..core.policies import MIXED_POLICIES, POLICIES
 from ..core.records import HandleRecord, Mode, NodeId, WorkerId, WorkerKind
 from ..core.shortage import AccessSize, Shortage
 from ..execution.workers import worker_name
@@ -50,7 +52,7 @@ def kinds_beside(kinds: tuple[WorkerKind, ...], device: WorkerKind) -> tuple[Wor
     return (device,) if device in kinds else ("cpu",) if "cpu" in kinds else kinds
 
 
-def kinds_of(codelet: Codelet, aside: WorkerKind | None, *, has_gpus: bool) -> tuple[WorkerKind, ...]:
+def kinds_of(codelet: Codelet, aside: WorkerKind | None, *, has_gpus: bool, is_mixed: bool = False) -> tuple[WorkerKind, ...]:
     """Return the kinds of workers that may run a codelet that is not pinned.
 
     If there are GPUs, a codelet with a CUDA implementation runs on them only: GPUs and CPUs round differently, so results would depend on which
@@ -58,18 +60,20 @@ def kinds_of(codelet: Codelet, aside: WorkerKind | None, *, has_gpus: bool) -> t
 
     Args:
         aside: kind of the devices if CPU workers stand aside; else None.
+        is_mixed: whether CPU workers run codelets with a CUDA implementation, too.
     """
     kinds = codelet.kinds
     if has_gpus and "cuda" in kinds:
-        return ("cuda",)
+        return (*(kind for kind in kinds if is_mixed and kind == "cpu"), "cuda")
     return kinds if aside is None else kinds_beside(kinds, aside)
 
 
-def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
+def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None, *, is_mixed: bool = False) -> Ability:
     """Return the workers that can run codelets with the same implementations as this one, by the rule of `kinds_of`.
 
     Args:
         pin: the only worker that may run the codelet; None for any.
+        is_mixed: argument of `kinds_of`.
 
     Raises:
         ValueError: no worker of the machine has an implementation.
@@ -82,7 +86,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         kinds = kinds_on(codelet, name)
     else:
         device = next(worker.kind for worker in workers if not worker.aside) if any(worker.aside for worker in workers) else None
-        kinds = kinds_of(codelet, device, has_gpus=any(worker.kind == "cuda" for worker in workers))
+        kinds = kinds_of(codelet, device, has_gpus=any(worker.kind == "cuda" for worker in workers), is_mixed=is_mixed)
     nodes = {worker.node for worker in (*workers, machine.program) if worker.kind in kinds}
     if not nodes:
         present = ", ".join(sorted({worker.kind for worker in workers}))
@@ -97,3 +101,38 @@ def too_large(codelet: Codelet, accesses: Sequence[tuple[HandleRecord, Mode]], n
     node = machine.memory.name_of(ability.node)
     shortage = Shortage("task", node, nbytes, ability.capacity, task=codelet.name, sizes=sizes, workers=ability.kinds, pin=ability.pin)
     return DoesNotFit(shortage)
+
+
+def check_workers(cpu_workers: int, sim_gpus: int, num_gpus: int, *, aside: bool, mixed: bool) -> None:
+    """Check the numbers of workers of a runtime; arguments as for `Runtime`.
+
+    Raises:
+        ValueError: there is no worker, devices are of two kinds, or `aside` or `mixed` has too few kinds of workers.
+    """
+    if mixed and (aside or not cpu_workers or not (num_gpus or sim_gpus)):
+        beside = " that stand aside" if aside else ""
+        raise ValueError(
+            f"mixed=True needs CPU workers for all tasks, and a device; got {cpu_workers} CPU workers{beside} and {num_gpus or sim_gpus} devices; "
+            "leave `mixed` out, or change them"
+        )
+    if aside and not (num_gpus or sim_gpus):
+        raise ValueError(f"aside=True needs a device, got {cpu_workers} CPU workers and no device; leave `aside` out")
+    if num_gpus and sim_gpus:
+        raise ValueError(f"devices must be real or simulated, got {num_gpus} and {sim_gpus}; leave one kind out")
+    devices = sim_gpus or num_gpus
+    if cpu_workers < 0 or devices < 0 or cpu_workers + devices == 0:
+        raise ValueError(f"a runtime needs at least one worker, got {cpu_workers} CPU workers and {devices} simulated devices")
+
+
+def check_policies(sched: str, evict: str, *, mixed: bool) -> None:
+    """Check the names of the policies of a runtime; arguments as for `Runtime`.
+
+    Raises:
+        ValueError: a name is unknown, or the scheduling policy compares no kinds of workers although `mixed` asks for it.
+    """
+    if mixed and sched not in ("auto", *MIXED_POLICIES):
+        raise ValueError(f"mixed=True needs a policy that compares kinds of workers, got {sched!r}; use auto, {', '.join(MIXED_POLICIES)}")
+    if sched != "auto" and sched not in POLICIES:
+        raise ValueError(f"unknown scheduling policy {sched!r}; there are auto, {', '.join(POLICIES)}")
+    if evict not in EVICTION_POLICIES:
+        raise ValueError(f"unknown eviction policy {evict!r}; there are {', '.join(EVICTION_POLICIES)}")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..core.errors import HandleLost
-from ..core.records import HandleRecord, Mode, R, Replay
+from ..core.records import HandleRecord, Mode, R, Replay, WorkerKind
 from ..core.step_plan import Clone, StepPlan
 from ..execution.executor import Executor
 from ..execution.waiting import Waiter
@@ -81,6 +81,19 @@ class Step:
     def first_tasks(self) -> list[int]:
         """Number of the first task of each existing instance. Replay k runs instance k mod 2, whose tasks are numbered in the planned order."""
         return [instance.replay.tasks[0].id for instance in self._instances if instance.replay.tasks]
+
+    @property
+    def kinds(self) -> list[WorkerKind]:
+        """Kind of worker that ran each task of the latest replay, by position in the planned order; `Runtime.record` takes it.
+
+        Raises:
+            RecordingError: the latest replay has not ended or has failed, or there was none.
+        """
+        latest = max(self._instances, key=lambda instance: instance.replay.number, default=None)
+        if latest is None or latest.replay.num_unfinished or latest.replay.failure is not None:
+            raise RecordingError("the kinds of workers are known when the latest replay of a step has ended", "wait for its ticket first")
+        kinds = {worker.id: worker.kind for worker in (*self._executor.machine.workers, self._executor.machine.program)}
+        return [kinds[task.worker] for task in latest.replay.tasks]
 
     def replay(self) -> Ticket:
         """Start the next replay and return its ticket at once; waits only while two replays are in flight.

@@ -15,9 +15,9 @@ from typing import Any
 from ..core.codelet import Codelet
 from ..core.errors import DoesNotFit, TierFailed
 from ..core.events import TaskSubmitted
-from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
-from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import NEW, HandleRecord, Mode, Task, TaskSpec, WorkerId
+from ..core.memory.eviction_policies import DEFAULT_EVICTION
+from ..core.policies import Placement, policy_of
+from ..core.records import NEW, HandleRecord, Mode, Task, TaskSpec, WorkerId, WorkerKind
 from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
@@ -36,10 +36,10 @@ from ..planning.recompute import NONE
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
 from .binding import Binding, bind, check_tasks
-from .placement import Ability, find_ability, too_large
+from .placement import Ability, check_policies, check_workers, find_ability, too_large
 from .recorded_step import Step
 from .recording import RecordingError, RecordingRuntime
-from .step_planning import fuse_step, plan_step
+from .step_planning import assign_step, fuse_step, plan_step
 from .task_runtime import Access, Handle, Terms
 
 
@@ -65,6 +65,8 @@ class Runtime(RecordingRuntime):
         watchdog: seconds without an ended task after which a report says once which tasks run, which wait, and why; None for the value of the
             environment variable NNTASK_WATCHDOG, if it is set.
         aside: whether CPU workers run only codelets that devices may not (`Codelet.cpu_only`); tasks of a step then do not run in host memory.
+        mixed: whether CPU workers and devices both run the codelets that have kernels for both, by expected end. GPUs round differently, so results
+            depend on the schedule; `record(kinds=...)` repeats one.
 
     Attributes:
         gpus: the GPUs of the runtime.
@@ -95,23 +97,23 @@ class Runtime(RecordingRuntime):
         kernels: Mapping[str, str] | None = None,
         watchdog: float | None = None,
         aside: bool = False,
+        mixed: bool = False,
     ) -> None:
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         directory, size = disk if isinstance(disk, tuple) else (disk, None)
-        _check_workers(cpu_workers, sim_gpus, len(gpus), aside=aside)
-        _check_policies(sched, evict)
+        check_workers(cpu_workers, sim_gpus, len(gpus), aside=aside, mixed=mixed)
+        check_policies(sched, evict, mixed=mixed)
         _check_budgets({"ram": ram, "gpu_memory": gpu_memory, "disk": size}, has_gpus=bool(gpus))
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
         ram = _without_staging(ram, staging_nbytes(len(gpus), has_tier=directory is not None))
-        self.gpus = list(gpus)
-        self.has_gpus = bool(gpus)
-        self._graphs = graphs and self.has_gpus
+        self.gpus, self.has_gpus = list(gpus), bool(gpus)
+        self._is_mixed, self._graphs = mixed, graphs and self.has_gpus and not mixed
         if aside:
             self.devices_beside = "cuda" if gpus else "sim"
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
-        self.policy_name = policy_of(sched, sim_gpus or len(gpus))
+        self.policy_name = policy_of(sched, sim_gpus or len(gpus), is_mixed=mixed)
         self._executor = Executor(
             budgets,
             None if directory is None else (DiskTier(directory), size),
@@ -215,7 +217,7 @@ class Runtime(RecordingRuntime):
         key = (codelet.cpu is not None, codelet.cuda is not None, codelet.cpu_only, pin)
         ability = self._abilities.get(key)
         if ability is None:
-            ability = self._abilities[key] = find_ability(codelet, machine, pin)
+            ability = self._abilities[key] = find_ability(codelet, machine, pin, is_mixed=self._is_mixed)
         kinds, capacity, _, _ = ability
         nbytes = 0
         for handle, _ in accesses:
@@ -248,7 +250,9 @@ class Runtime(RecordingRuntime):
             raise failure
 
     @contextmanager
-    def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
+    def record(
+        self, order: str = "auto", recompute: str = NONE, *, groups: bool = False, kinds: Sequence[WorkerKind] | None = None
+    ) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
         Tasks that are fused, as on a GPU, begin only when the data of all of them may be used. So a program that waits for a result
@@ -259,33 +263,40 @@ class Runtime(RecordingRuntime):
             recompute: results to recompute instead of keeping, see `planning.choice.choose_plan`: "none", "auto", "block" or operations.
             groups: whether CPU workers run groups of small tasks as one (`fusion.task_groups`), if there are no other workers and there is memory
                 for the step twice. Results do not change.
+            kinds: kind of worker that runs each task, as `Step.kinds` has returned it; None for any kind that has a kernel.
 
         Raises:
-            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name or
-                no results to recompute by such an operation.
+            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name, no
+                results to recompute by such an operation, or other tasks than `kinds`.
         """
         step = self._new_step()
         with self._captured() as recorder:
             yield step
-        planned = plan_step(self._executor, recorder.finish(), order, recompute)
-        step.complete(fuse_step(self._executor, planned, self._record, graphs=self._graphs, groups=groups), recorder.kept)
+        planned = assign_step(self._executor, plan_step(self._executor, recorder.finish(), order, recompute), kinds, is_mixed=self._is_mixed)
+        graphs = self._graphs and kinds is None
+        step.complete(fuse_step(self._executor, planned, self._record, graphs=graphs, groups=groups), recorder.kept)
 
-    def adopt(self, planned: PlannedOrder, symbols: Mapping[str, Binding], data: Mapping[str, Binding]) -> Step:
+    def adopt(
+        self, planned: PlannedOrder, symbols: Mapping[str, Binding], data: Mapping[str, Binding], kinds: Sequence[WorkerKind] | None = None
+    ) -> Step:
         """Return a step that a `CapturingRuntime` has captured and a planner has ordered, on data of this runtime.
 
         Args:
             planned: the step, on symbolic handles.
             symbols, data: data that exists before the step, by name: its symbolic handles, and those of this runtime.
+            kinds: argument of `record`.
 
         Raises:
-            RecordingError: `symbols`, `data`, the step and the workers disagree (`binding`), or a step is being recorded.
+            RecordingError: `symbols`, `data`, `kinds`, the step and the workers disagree (`binding`), or a step is being recorded.
             DoesNotFit: a task of the step exceeds the memory of every worker that may run it.
         """
         step = self._new_step()
         self._combine_all()  # a step neither begins nor ends with partial sums
-        check_tasks(planned.plan.tasks, self._executor.machine)
+        check_tasks(planned.plan.tasks, self._executor.machine, is_mixed=self._is_mixed)
         bound = bind(planned.plan, symbols, data)
-        step.complete(fuse_step(self._executor, planned, self._record, graphs=self._graphs, groups=False), bound)
+        planned = assign_step(self._executor, planned, kinds, is_mixed=self._is_mixed)
+        graphs = self._graphs and kinds is None
+        step.complete(fuse_step(self._executor, planned, self._record, graphs=graphs, groups=False), bound)
         return step
 
     def _new_step(self) -> Step:
@@ -359,23 +370,6 @@ class Runtime(RecordingRuntime):
                 self.wait()
         finally:
             self.close()
-
-
-def _check_workers(cpu_workers: int, sim_gpus: int, num_gpus: int, *, aside: bool) -> None:
-    if aside and not (num_gpus or sim_gpus):
-        raise ValueError(f"aside=True needs a device, got {cpu_workers} CPU workers and no device; leave `aside` out")
-    if num_gpus and sim_gpus:
-        raise ValueError(f"devices must be real or simulated, got {num_gpus} and {sim_gpus}; leave one kind out")
-    devices = sim_gpus or num_gpus
-    if cpu_workers < 0 or devices < 0 or cpu_workers + devices == 0:
-        raise ValueError(f"a runtime needs at least one worker, got {cpu_workers} CPU workers and {devices} simulated devices")
-
-
-def _check_policies(sched: str, evict: str) -> None:
-    if sched != "auto" and sched not in POLICIES:
-        raise ValueError(f"unknown scheduling policy {sched!r}; there are auto, {', '.join(POLICIES)}")
-    if evict not in EVICTION_POLICIES:
-        raise ValueError(f"unknown eviction policy {evict!r}; there are {', '.join(EVICTION_POLICIES)}")
 
 
 def _check_budgets(budgets: Mapping[str, int | None], *, has_gpus: bool) -> None:

@@ -1,10 +1,11 @@
-"""The plan of a recorded step on the machine of a runtime: its order and its recomputation; then the tasks that are fused."""
+"""The plan of a recorded step on the machine of a runtime: its order and recomputation, the kinds of workers, and the tasks that are fused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from ..core.records import DataClass, HandleRecord, Kind, NodeId
+from ..core.records import ANY, DataClass, HandleRecord, Kind, NodeId, WorkerKind
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
 from ..fusion.fused_tasks import ScratchView
@@ -13,6 +14,7 @@ from ..fusion.task_fusion import fuse_if_it_fits
 from ..planning.choice import choose_plan
 from ..planning.evaluation import PlannedOrder
 from ..planning.machine_pace import planning_machine
+from ..planning.urgency import by_urgency, on_kinds
 from .recording import RecordingError
 from .task_runtime import View
 
@@ -28,6 +30,28 @@ def plan_step(executor: Executor, plan: StepPlan, order: str, recompute: str) ->
     """
     try:
         return choose_plan(plan, order, recompute, planning_machine(executor.machine, executor.models))
+    except ValueError as error:
+        raise RecordingError(str(error)) from error
+
+
+def assign_step(executor: Executor, planned: PlannedOrder, kinds: Sequence[WorkerKind] | None, *, is_mixed: bool) -> PlannedOrder:
+    """Return a planned step with priorities and kinds of workers for a machine whose CPU workers and devices share tasks; else the same step.
+
+    Args:
+        kinds: argument of `Runtime.record`.
+        is_mixed: whether CPU workers and devices both run what both can run.
+
+    Raises:
+        RecordingError: the step has other tasks than `kinds`.
+    """
+    machine = executor.machine
+    pace = planning_machine(machine, executor.models).pace
+    if (is_mixed or kinds is not None) and planned.plan.window == ANY and pace is not None:
+        planned = replace(planned, plan=by_urgency(planned.plan, pace(planned.plan).seconds))
+    if kinds is None:
+        return planned
+    try:
+        return replace(planned, plan=on_kinds(planned.plan, kinds, {worker.kind for worker in machine.workers}))
     except ValueError as error:
         raise RecordingError(str(error)) from error
 

@@ -19,7 +19,7 @@ from .memory.compaction import Compaction
 from .memory.replicas import Replicas
 from .performance_model import Estimates
 from .policies import Explained, Pinned, Placement, Policy
-from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from .records import ANY, HOST, RAM, RW, NodeId, R, Replay, Task, TaskId, Worker, WorkerId, WorkerKind
 from .task_states import FITS, FREED, INPUTS_ARRIVED, INPUTS_MISSING, NO_FREE_BYTES, WORKER_FREE
 
 
@@ -37,8 +37,7 @@ class Dispatch:
     """
 
     def __init__(self, replicas: Replicas, admission: Admission, policy: Policy) -> None:
-        self._replicas = replicas
-        self._admission = admission
+        self._replicas, self._admission = replicas, admission
         self._compaction = Compaction(replicas)
         self._foresight = replicas.foresight
         self._copies = replicas.copies
@@ -48,10 +47,7 @@ class Dispatch:
         self.joined: list[Worker] = []
         self.blocked: list[list[Task]] = [[] for _ in replicas.nodes]
         self.to_cancel: list[tuple[Task, BaseException]] = []
-        self.num_active = 0
-        self.num_blocked = 0
-        self.num_ready = 0
-        self.num_free = 0
+        self.num_active = self.num_blocked = self.num_ready = self.num_free = 0
         self.throttled: list[tuple[int, TaskId, Task, Worker | None]] = []
         self.turns: deque[Task] = deque()
         self._num_slots: list[int] = [0 for _ in replicas.nodes]  # per node, the number of tasks that its workers can hold together
@@ -137,15 +133,18 @@ class Dispatch:
             self._hand_over(task, worker, actions)
 
     def feed(self, actions: list[Action]) -> None:
-        """Give ready tasks to workers with free slots."""
+        """Give ready tasks to workers with free slots; a worker without one answers for the others of its kind and node."""
+        without = set[tuple[WorkerKind, NodeId]]()
         for worker in self.joined:
             if not (self.num_free and self.num_ready):
                 return
-            if len(worker.assigned) < worker.depth:
-                self._fill(worker, actions)
+            if len(worker.assigned) == worker.depth or (worker.kind, worker.node) in without:
+                continue
+            if not self._fill(worker, actions) and not isinstance(self.policy, Pinned):
+                without.add((worker.kind, worker.node))
 
-    def _fill(self, worker: Worker, actions: list[Action]) -> None:
-        """Assign ready tasks to a worker while it has free slots, and while few tasks wait for its memory.
+    def _fill(self, worker: Worker, actions: list[Action]) -> bool:
+        """Assign ready tasks to a worker while it has free slots, and while few tasks wait for its memory; return False if there is none for it.
 
         If all of its tasks wait for copies, the last slot is kept for a task that need not wait, so that the worker does not idle because of a slow
         link. Workers that stand aside are exempt: all of their tasks wait for data from devices.
@@ -155,13 +154,14 @@ class Dispatch:
         while len(assigned) < depth and len(line) < limit:
             task = self.policy.pop(worker)
             if task is None:
-                return
+                return False
             is_last_slot = len(assigned) == depth - 1 > 0
             if is_last_slot and not worker.aside and all(each.state == "fetching" for each in assigned) and _misses_input(task, worker.node):
                 self.policy.push(task, worker)
-                return
+                return True
             self.num_ready -= 1
             self._assign(task, worker, actions)
+        return True
 
     def _assign(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """Admit the task for the worker, or block it until there is memory."""

@@ -28,6 +28,9 @@ KEPT: Final = 32
 SPIKE: Final = 2.0
 """Multiple of the median beyond which a duration is a spike, caused by something other than the task."""
 
+CALIBRATED: Final = 3
+"""Number of durations from which on a task's duration on a kind of worker counts as known."""
+
 UNKNOWN_SECONDS: Final = 1e-4
 """Estimate for a task without measurements and cost function, seconds."""
 
@@ -94,6 +97,10 @@ class Estimates:
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """Return the seconds that the task will run on a worker of that kind."""
         return self._duration(task, kind)
+
+    def is_known(self, task: Task, kind: WorkerKind) -> bool:
+        """Return whether `task_seconds` is more than a guess."""
+        return True
 
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
         """Return the seconds to move `nbytes` over an idle link; 0 from a node to itself."""
@@ -252,6 +259,11 @@ class Models(Estimates):
             if seconds is None:
                 seconds = self._guesses[key] = self._guess(task, kind)
         return seconds
+
+    def is_known(self, task: Task, kind: WorkerKind) -> bool:
+        """Return whether enough durations have been measured."""
+        series = self.series.get((*key_of(task.spec), kind))
+        return series is not None and len(series.samples) >= CALIBRATED
 
     def _guess(self, task: TaskSpec, kind: WorkerKind) -> float:
         """Return the cost divided by the rates of the worker: the larger of the times for operations and for bytes."""

@@ -7,6 +7,7 @@ from .machine_pace import Judge, PlanningMachine, pace_of
 from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
 from .orders import candidates
 from .recompute import BLOCK, NONE, Value, Values
+from .urgency import by_urgency, on_kinds
 from .value_groups import AUTO, as_asked, most_again, what_is_asked
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Value",
     "Values",
     "as_asked",
+    "by_urgency",
     "candidates",
     "choose_plan",
     "largest_device_bytes",
@@ -28,6 +30,7 @@ __all__ = [
     "least_last_bytes",
     "lower_bounds",
     "most_again",
+    "on_kinds",
     "pace_of",
     "what_is_asked",
 ]

@@ -9,7 +9,7 @@ import pytest
 from support.deadline import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
-LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.-]+")
+LINE = re.compile(r"(.+): ours [\d.,e+-]+ [^,]+, (.+) [\d.,e+-]+, ratio [\d.-]+")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.-]+")
             [f"32 clients at once, 16 slots: {what}" for what in ("tokens", "texts", "most")],
             marks=pytest.mark.long,
         ),
+        pytest.param("memory/mixed", "--tiny", ["Cholesky, 4 x 4 tiles"] * 2 + ["tiny, 1 GPU and 2 cores"] * 2, marks=pytest.mark.long),
         pytest.param("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"], marks=pytest.mark.long),
         pytest.param("dask/cluster", "--suite=traffic --tiny", ["tiny on 2 nodes: bytes sent per node and step"], marks=pytest.mark.long),
         pytest.param(

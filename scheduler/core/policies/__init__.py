@@ -34,11 +34,15 @@ POLICIES: Final[dict[str, PolicyFactory]] = {
 }
 """Every policy by the name that users type."""
 
+MIXED_POLICIES: Final = ("dm", "dmda", "dmdas")
+"""Policies that may choose between a CPU worker and a device for a task; "auto" then selects the last."""
+
 DEFAULT_POLICY: Final = "prio"
 """Policy that "auto" selects on a machine without devices."""
 
 __all__ = [
     "DEFAULT_POLICY",
+    "MIXED_POLICIES",
     "POLICIES",
     "Candidate",
     "DataAware",
@@ -57,12 +61,15 @@ __all__ = [
 ]
 
 
-def policy_of(sched: str, num_devices: int) -> str:
+def policy_of(sched: str, num_devices: int, *, is_mixed: bool = False) -> str:
     """Return the name of the policy for `sched`, which is "auto" or a key of `POLICIES`.
 
     Args:
         num_devices: number of workers with memory of their own.
+        is_mixed: whether both CPU workers and devices run the tasks that both can run.
     """
     if sched != "auto":
         return sched
+    if is_mixed:
+        return MIXED_POLICIES[-1]
     return "reuse" if num_devices else DEFAULT_POLICY

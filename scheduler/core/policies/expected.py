@@ -7,19 +7,25 @@ and dmdas queue a task with a planned node (`Task.planned_node`) there, whatever
 Decisions stay late. A worker whose group has no task for it takes one from the far end of another group's queue, if it expects to end the task no
 later than that group. So no worker idles while it could help, and a slow worker does not take a task that a fast one would end sooner. Tasks that no
 group can run yet wait for a worker that can.
+
+If workers of several kinds may run a task and its duration on one of them is unknown, its first `TRIALS` runs there are trials, as in StarPU.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ..performance_model import NO_ESTIMATES, Estimates
+from ..performance_model import CALIBRATED, NO_ESTIMATES, Estimates, Key, key_of
 from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
-from .costs import Candidate, Move, WorkerGroup, find_move
+from .costs import Candidate, Move, WorkerGroup, assigned_seconds, find_move
 
 STEAL: Final = 8
 """Number of tasks at the far end of a queue that a worker of another group considers."""
+
+TRIALS: Final = CALIBRATED + 1
+"""Number of trials of a task on a kind of worker; the first duration that a process measures does not count."""
 
 NOTHING: Final = Move(0, 0.0, 0.0, 0.0, [])
 
@@ -38,6 +44,7 @@ class Entry(NamedTuple):
         seconds: expected duration of the task.
         transfer_seconds: expected duration of its copies.
         brings: handles that it will bring to the node.
+        stays: whether no other group may take it: the plan chose the node, or the run is a trial.
     """
 
     urgency: int
@@ -47,6 +54,7 @@ class Entry(NamedTuple):
     seconds: float
     transfer_seconds: float
     brings: list[HandleRecord]
+    stays: bool
 
 
 class Queues(WorkerGroup):
@@ -94,6 +102,9 @@ class Queues(WorkerGroup):
                 del self.promised[handle]
         return entry.task
 
+    def __len__(self) -> int:
+        return self._num
+
     def head(self) -> list[Entry] | None:
         """Return the queue whose last entry is the next to run."""
         best: list[Entry] | None = None
@@ -129,6 +140,7 @@ class ExpectedEnd:
         self._groups: dict[tuple[WorkerKind, NodeId], Queues] = {}
         self._group_of: dict[WorkerId, Queues] = {}
         self._strays: list[Task] = []
+        self._trials: dict[Key, int] = {}
         self._num = 0
         self._num_pushed = 0
 
@@ -153,15 +165,32 @@ class ExpectedEnd:
         if not groups:
             self._strays.append(task)
             return
+        trial = self._find_trial(task, groups)
+        if trial is not None:
+            groups = [trial]
         best, best_total, best_move, best_seconds = groups[0], float("inf"), NOTHING, 0.0
         if len(self._groups) > 1:
             for group in groups:  # a single planned group is weighed too, because the entry needs its seconds and promises
-                weights = self._weigh(task, group)
+                weights = self._weigh(task, group, group.backlog(self.estimates))
                 total = sum_up(weights)
                 if total < best_total:
                     best, best_total, (_, best_seconds, best_move) = group, total, weights
         urgency, rank = (task.spec.priority, -task.order) if self.is_sorted else (0, 0)
-        best.put(Entry(urgency, rank, -self._num_pushed, task, best_seconds, best_move.transfer_seconds, best_move.brings))
+        stays = node is not None or trial is not None
+        best.put(Entry(urgency, rank, -self._num_pushed, task, best_seconds, best_move.transfer_seconds, best_move.brings, stays))
+
+    def _find_trial(self, task: Task, groups: Sequence[Queues]) -> Queues | None:
+        """Return the group that should measure the task, and count the trial; None if all durations are known or on trial, or there is no choice."""
+        if len(groups) < 2 or len({group.kind for group in groups}) < 2:
+            return None
+        for group in groups:
+            if not self.estimates.is_known(task, group.kind):
+                key = (*key_of(task.spec), group.kind)
+                number = self._trials.get(key, 0)
+                if number < TRIALS:
+                    self._trials[key] = number + 1
+                    return group
+        return None
 
     def pop(self, worker: Worker) -> Task | None:
         """Return the next task of the worker's group, else one of another group that the worker can end no later."""
@@ -184,26 +213,28 @@ class ExpectedEnd:
         candidates = []
         for group in self._groups.values():
             if group.kind in task.spec.kinds:
-                queueing, seconds, move = self._weigh(task, group)
+                queueing, seconds, move = self._weigh(task, group, group.backlog(self.estimates))
                 candidates += [
                     Candidate(each.id, each.kind, each.node, seconds, move.transfer_seconds, queueing, move.eviction_seconds, move.nbytes)
                     for each in group.workers
                 ]
         return sorted(candidates, key=lambda candidate: (candidate.total, candidate.worker))
 
-    def _weigh(self, task: Task, group: Queues) -> tuple[float, float, Move]:
-        """Return the seconds of queueing and of execution, and the copies that the group needs."""
+    def _weigh(self, task: Task, group: Queues, backlog: float) -> tuple[float, float, Move]:
+        """Return the seconds of queueing and of execution, and the copies that the group needs, if its workers are busy for `backlog` seconds."""
         estimates = self.estimates
         move = find_move(task, group.node, estimates, group.promised) if self.weighs_data else NOTHING
-        queueing = max(group.backlog(estimates), move.wait_seconds + group.transfer_seconds)
+        queueing = max(backlog, move.wait_seconds + group.transfer_seconds)
         return queueing, estimates.task_seconds(task, group.kind), move
 
     def _steal(self, worker: Worker, own: Queues) -> Task | None:
         """Return a task of another group, longest queue first, that the worker ends no later than that group; None without one."""
         estimates = self.estimates
+        backlog = assigned_seconds(worker, estimates)  # the group has no task for the worker, so its queue is empty
         for group in sorted(self._groups.values(), key=lambda group: -group.seconds):
-            if group is own:
+            if group is own or not len(group):
                 continue
+            held = group.assigned_seconds(estimates)
             for kinds, queue in group.queues.items():
                 if worker.kind not in kinds:
                     continue
@@ -211,10 +242,10 @@ class ExpectedEnd:
                 for index in range(min(STEAL, len(queue))):
                     entry = queue[index]
                     before -= entry.seconds
-                    if entry.task.planned_node is not None:
+                    if entry.stays:
                         continue
-                    end = group.assigned_seconds(estimates) + before / len(group.workers) + entry.seconds + entry.transfer_seconds
-                    if sum_up(self._weigh(entry.task, own)) <= end:
+                    end = held + before / len(group.workers) + entry.seconds + entry.transfer_seconds
+                    if sum_up(self._weigh(entry.task, own, backlog)) <= end:
                         return group.take(queue, index)
         return None
 

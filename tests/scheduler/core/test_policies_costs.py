@@ -17,6 +17,7 @@ from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.performance_model import Boundless, Estimates
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
+from scheduler.core.policies.expected import TRIALS
 from scheduler.core.policies.reuse import PATIENCE
 from scheduler.core.records import HandleId, HandleRecord, Mode, NodeId, R, Replica, Task, W, Worker, WorkerId, WorkerKind
 from scheduler.core.step_plan import RecordedTask, StepPlan
@@ -121,6 +122,58 @@ def test_an_idle_worker_steals_what_would_wait_longer() -> None:
         thief.assigned.append(found)
     assert stolen == [5, 4]
     assert [popped(policy, workers[at]) for at in (0, 1, 1, 1, 1, 1)] == [None, 0, 1, 2, 3, None]
+
+
+def test_an_idle_worker_counts_only_its_own_work_when_it_steals() -> None:
+    """The other CPU worker is busy for long, but not the thief, which ends the device's last task sooner."""
+    policy = ExpectedEnd(estimates(cpu=3.0, sim=2.0))
+    busy, thief, device = (Worker(WorkerId(at), kind, NodeId(kind == "sim"), depth=1) for at, kind in enumerate(("cpu", "cpu", "sim")))
+    for worker in (busy, thief, device):
+        policy.join(worker)
+    busy.assigned = [task(90), task(91), task(92)]
+    for number in range(2):
+        policy.push(task(number), None)
+    assert [popped(policy, thief), popped(policy, thief), popped(policy, device)] == [1, None, 0]
+
+
+class Unknown(Estimates):
+    """Nothing has been measured."""
+
+    def is_known(self, task: Task, kind: WorkerKind) -> bool:
+        """Never."""
+        return False
+
+
+@pytest.mark.parametrize("make", [ExpectedEnd, DataAware, DataAwareSorted])
+def test_an_unknown_duration_is_measured_by_a_few_trials_on_each_kind(make: Callable) -> None:
+    """The first tasks of a codelet go to each kind in turn, whatever the guess, and no idle worker takes them; tasks of one kind need no trial."""
+    policy, workers = staffed(make, Unknown(lambda task, kind: 1000.0 if kind == "cpu" else 1.0))
+    same = [task(number) for number in range(12)]
+    for each in same:
+        each.spec.name = "t"
+        policy.push(each, None)
+    on_cpu = []
+    while (found := policy.pop(workers[0])) is not None:
+        on_cpu.append(found.id)
+    assert on_cpu == list(range(TRIALS))
+    policy.push(task(20, kinds=("sim",)), None)
+    assert sorted(popped(policy, worker) or 0 for worker in (*[workers[1]] * 8, workers[2])) == [*range(TRIALS, 12), 20]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_without_a_task_for_a_worker_is_not_asked_for_its_equals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four idle workers cost one question an event, not sixty-four."""
+    policy = POLICIES[name](estimates(cpu=1000.0, sim=1.0))
+    machine = Machine([MemoryNode("ram", 64 * PAGE), MemoryNode("sim", 64 * PAGE)], policy)
+    driver = VirtualDriver(machine, [("sim", 1, 1), *[("cpu", 0, 1)] * 64], lambda task, kind: 1.0)
+    asked = []
+    pop = policy.pop
+    monkeypatch.setattr(policy, "pop", lambda worker: (asked.append(worker.id), pop(worker))[1])
+    for number in range(3):
+        driver.bring(TaskSubmitted(task(number, modes=(W,), kinds=("sim",))))
+    asked.clear()
+    driver.run()
+    assert len([worker for worker in asked if worker]) <= 3
 
 
 def test_a_link_that_is_busy_costs_its_queue() -> None:
