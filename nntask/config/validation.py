@@ -119,7 +119,7 @@ def check_values(settings: TrainSettings) -> None:
         if value is not None and not (low <= value < high if open_end else low <= value <= high):
             limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
             near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
-            raise UsageError(f"must be {limit}, got {value:g}", f"{near}", flag=flag_of(name))
+            raise UsageError(f"must be {limit}, got {value:g}", near, flag=flag_of(name))
     check_objective(settings.data)
     _check_combinations(settings)
     _check_adapters(settings)

@@ -154,7 +154,7 @@ def choose_minibatch(settings: TrainSettings, config: ModelConfig, machine: Mach
     if not fitting:
         return ChosenMinibatch(_with(settings, min(candidates, default=batch)))
     size = _preferred(fitting)
-    return ChosenMinibatch(_with(settings, size), _reason(size, candidates))
+    return ChosenMinibatch(_with(settings, size), _reason(size, candidates, _seconds(fitting)))
 
 
 def _preferred(candidates: Mapping[Choice, PlannedRun]) -> Choice:
@@ -210,14 +210,17 @@ def _with(settings: TrainSettings, minibatch: int) -> TrainSettings:
     return replace(settings, tiling=replace(settings.tiling, minibatch=minibatch))
 
 
-def _reason(size: int, candidates: Mapping[int, PlannedRun]) -> str:
-    """Return the minibatch with the reason for it."""
+def _reason(size: int, candidates: Mapping[int, PlannedRun], seconds: Mapping[int, float]) -> str:
+    """Return the minibatch with the reason for it.
+
+    Args:
+        seconds: seconds of those that fit, by one measure.
+    """
     larger = min((other for other in candidates if other > size), default=None)
     if larger is None:
         return f"{size}, the whole batch"
     needs, target = candidates[larger].needs, candidates[larger].target
     if needs is None:
-        seconds = _seconds({other: candidates[other] for other in (size, larger)})
         return f"{size}, the fastest by forecast: {seconds[size]:.3g} s a step, and {seconds[larger]:.3g} s with {larger}"
     node, nbytes = needs.short(target)[-1]
     return f"{size}, the fastest that fits; {larger} needs {format_size(nbytes)} of {target.nodes[node][0]}"

@@ -77,11 +77,13 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None, *, is
 
     Raises:
         ValueError: no worker of the machine has an implementation.
-        PlacementError: the pinned worker has no implementation.
+        PlacementError: the pinned worker has no implementation, or does not exist.
     """
     workers, name = machine.workers, ""
     if pin is not None:
         workers = [worker for worker in workers if worker.id == pin]
+        if not workers:
+            raise PlacementError(f"worker {pin}", workers=[worker_name(worker) for worker in machine.workers])
         name = worker_name(workers[0])
         kinds = kinds_on(codelet, name)
     else:

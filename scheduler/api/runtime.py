@@ -255,8 +255,8 @@ class Runtime(RecordingRuntime):
     ) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
-        Tasks that are fused, as on a GPU, begin only when the data of all of them may be used. So a program that waits for a result
-        of a step while it holds data that the step writes gets `Deadlock`, even if no task of that result uses the data.
+        Tasks that are fused, as on a GPU, begin only when the data of all of them may be used, and tasks of kind host begin in their order. So a
+        program that waits for a result of a step while it holds data that the step writes gets `Deadlock`, even if no task of that result uses it.
 
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.

@@ -58,7 +58,7 @@ class Codelet:
         cpu: kernel for CPU workers and for simulated devices, which compute on the CPU.
         cuda: kernel for CUDA workers.
         host: asynchronous operation over data in host memory, such as waiting for data from elsewhere; see `Begin`. It occupies no worker, and any
-            number of such tasks may be in progress at a time.
+            number of such tasks may be in progress at a time; those of recorded steps begin in their order.
         cost: function from the ``view`` objects of the task's handles (which know shapes) and the task's constants to the task's `Cost`.
         tail: last part of the computation, if some of its results follow from the others.
         cuda_many: kernel for several tasks on a CUDA worker, of which none writes data that another one uses. Results are bit-identical to calls of

@@ -7,8 +7,8 @@ This module does not know memory, replicas or workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 
 from .records import SCRATCH, R, SharedUse, Task
 
@@ -38,12 +38,16 @@ def predecessors(task: Task) -> Iterator[Task]:
             yield handle.last_writer
 
 
-def waiting_for(task: Task) -> set[Task]:
-    """Return all tasks that wait for an unfinished task, directly or through others."""
-    waiting, stack = set[Task](), [task]
+def waiting_for(task: Task, turns: Iterable[Task] = ()) -> set[Task]:
+    """Return all tasks that wait for an unfinished task, directly or through others.
+
+    Args:
+        turns: tasks each of which waits for the one before it as well (`Dispatch.turns`).
+    """
+    waiting, stack, next_turn = set[Task](), [task], dict(pairwise(turns))
     while stack:
         before = stack.pop()
-        for after in chain(before.successors, before.late_successors):
+        for after in chain(before.successors, before.late_successors, [next_turn[before]] if before in next_turn else ()):
             if after not in waiting:
                 waiting.add(after)
                 stack.append(after)

@@ -113,6 +113,11 @@ class Machine:
         return self._dispatch.host
 
     @property
+    def turns(self) -> Collection[Task]:
+        """Tasks of kind host of recorded steps that are not admitted yet; each also waits for the one before it."""
+        return self._dispatch.turns
+
+    @property
     def keeps_partitions(self) -> bool:
         """Whether the policy runs the partitions of a step on the nodes that the plan chose."""
         return self._dispatch.policy.keeps_partitions
@@ -149,7 +154,8 @@ class Machine:
                 self._make_progress(actions)
         except ImpossibleTransition as error:
             task = getattr(event, "task", None)
-            raise InvalidEvent(f"{type(event).__name__}{'' if task is None else f' of {task!r}'}: {error}\n{tell(self._history, task)}") from None
+            named = type(event).__name__ if task is None else f"{type(event).__name__} of {task!r}"
+            raise InvalidEvent(f"during {named}, {error}\n{tell(self._history, task)}") from None
         if self._lookaheads.by_node and self._foresight.replays:
             self._lookaheads.run(event, actions)
         return actions

@@ -154,7 +154,8 @@ class Executor(TaskReports):
             if self.waiters.broken is not None:
                 raise self.waiters.broken
             if newcomer is not None and newcomer.spec.codelet is None and self.holds.own:
-                self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, f"acquire() of {newcomer.accesses[0][0]!r}")
+                call = f"acquire() of {newcomer.accesses[0][0]!r}"
+                self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, call, self.machine.turns)
             try:
                 if self.inbox:
                     self._drain_inbox()
@@ -174,7 +175,7 @@ class Executor(TaskReports):
         """Raise `Deadlock` if this thread is about to wait for itself, see `Holds.refuse_circle`."""
         if self.holds.own:
             with self._lock:
-                self.holds.refuse_circle(is_awaited, call)
+                self.holds.refuse_circle(is_awaited, call, self.machine.turns)
 
     def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
         """Report a copy that a copy engine has finished."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..core.dependencies import waiting_for
 from ..core.errors import Deadlock
@@ -24,16 +24,17 @@ class Holds:
             tasks = self._local.tasks = []
         return tasks
 
-    def refuse_circle(self, is_awaited: Callable[[Task], bool], call: str) -> None:
+    def refuse_circle(self, is_awaited: Callable[[Task], bool], call: str, turns: Iterable[Task]) -> None:
         """Raise if this thread is about to wait for a task that waits for data it holds itself. To be called under the executor's lock.
 
         Args:
             is_awaited: function that returns whether the thread is about to wait for a task.
             call: name of the call that waits, for the message.
+            turns: tasks that wait for their turns (`Machine.turns`).
 
         Raises:
             Deadlock: the wait would never end.
         """
         for hold in self.own:
-            if is_awaited(hold) or any(map(is_awaited, waiting_for(hold))):
+            if is_awaited(hold) or any(map(is_awaited, waiting_for(hold, turns))):
                 raise Deadlock(call, repr(hold.accesses[0][0]))

@@ -115,8 +115,9 @@ def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key])
     done = [False] * len(plan.tasks)
     predecessors, successors = [*plan.predecessors], [*plan.successors]
     for before, after in pairwise(plan.turns):
-        predecessors[after] = predecessors[after] | {before}
-        successors[before] = [*successors[before], after]
+        if before not in plan.predecessors[after]:
+            predecessors[after] = predecessors[after] | {before}
+            successors[before] = [*successors[before], after]
     num_waiting = [len(before) for before in predecessors]
 
     def execute(position: int) -> None:

@@ -190,7 +190,7 @@ class _Memory:
         Args:
             tile: the tile.
             reads: whether the task reads the tile, which is written back for it if it is dirty.
-            drops: whether the tile is dropped, unless it is dirty and not read, because it is overwritten by the task or dead after it.
+            drops: whether the tile is dropped, because it is overwritten by the task or dead after it.
         """
         if self._next_use[tile] == _ABSENT:
             return

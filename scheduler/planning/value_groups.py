@@ -173,7 +173,7 @@ def most_again(plan: StepPlan) -> Iterator[StepPlan]:
     values = Values(plan)
     groups = groups_of(values, None)
     largest = leading_groups(groups, len(groups)), values_in_blocks(values)
-    return (recomputation.apply(values) for recomputation in largest if recomputation.name != NONE)
+    yield from (recomputation.apply(values) for recomputation in largest if recomputation.name != NONE)
 
 
 def values_in_blocks(values: Values) -> Recomputation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from scheduler.core.records import HandleId, HandleRecord, Kind, Mode
+from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, WorkerKind
 from scheduler.core.step_plan import Label, Phase, RecordedTask, StepPlan
 
 PAGE = 4096
@@ -27,9 +27,9 @@ class PlanBuilder:
             self.owned[record] = False
         return record
 
-    def task(self, name: str, *accesses: tuple[HandleRecord, Mode]) -> None:
+    def task(self, name: str, *accesses: tuple[HandleRecord, Mode], kind: WorkerKind = "cpu") -> None:
         """The next task."""
-        self.tasks.append(RecordedTask(None, name, ("cpu",), accesses, {}, 0, label=self._label))
+        self.tasks.append(RecordedTask(None, name, (kind,), accesses, {}, 0, label=self._label))
 
     def label(self, phase: Phase, minibatch: int = -1, path: str = "") -> None:
         """Label the next tasks."""

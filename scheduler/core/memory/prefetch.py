@@ -42,6 +42,9 @@ TASKS: Final = 128
 STRIDE: Final = 2
 """Number of tasks of the node that end before a window is computed again, if no copy to the node has ended and no data there was dropped."""
 
+COMPLETE_STRIDE: Final = 16
+"""The same number for a window that missed nothing. Computing it every second task would take as long as the tasks' own events."""
+
 _TO_COME: Final = ("waiting", "ready", "blocked")
 
 Outcome = Literal["nothing", "started", "in use", "full link", "no room"]
@@ -66,6 +69,7 @@ class Lookahead:
         self._most = READS if memories < len(replicas.nodes) else min(READS, QUEUE * (memories - 1))  # prefetches in progress
         self._num_ended = 0  # number of tasks of the node that have ended
         self._changes: tuple[object, ...] = ()  # counters of events that change a window, when it was last computed
+        self._is_complete = False  # whether it missed nothing
         self._waits = False  # whether data waited then for memory, a link, or its use elsewhere
         self._failed: tuple[HandleRecord, int, int] | None = None  # the latest search for victims in vain, and `Candidates.num_changes` at the time
 
@@ -97,12 +101,13 @@ class Lookahead:
     def _fetch_window(self, limit: int, actions: list[Action]) -> bool:
         """Start at most `limit` copies of data that the window misses; return whether more copies may be started, for tasks beyond it."""
         replicas, node = self.replicas, self.node
-        changes = (self._num_ended // STRIDE, replicas.copies.num_ended[node], replicas.num_missed[node], *replicas.foresight.replays)
+        stride = COMPLETE_STRIDE if self._is_complete else STRIDE
+        changes = (self._num_ended // stride, replicas.copies.num_ended[node], replicas.num_missed[node], *replicas.foresight.replays)
         is_idle = self._waits and not replicas.copies.num_arriving(node)
         if self.is_only and changes == self._changes and not is_idle:  # tasks of other nodes change data at any time
             return not self._waits
-        self._changes, self._waits = changes, False
-        reach = replicas.nodes[node].budget // AHEAD
+        self._changes, self._waits, self._is_complete = changes, False, False
+        reach = most = replicas.nodes[node].budget // AHEAD
         queued = 0  # bytes that wait for a full link, and are used before those that follow
         for replay, position in islice(self._tasks_ahead(), TASKS):
             task = replay.tasks[position]
@@ -125,6 +130,7 @@ class Lookahead:
                     return False
             if reach <= 0:
                 break
+        self._is_complete = reach == most
         return True
 
     def _tasks_ahead(self) -> Iterator[tuple[Replay, int]]:
@@ -154,8 +160,8 @@ class Lookahead:
         order = replicas.foresight.order
         for replay in tuple(replicas.foresight.replays):
             which = replay.partition_nodes.index(self.node) if self.node in replay.partition_nodes else 0
-            if which >= len(replay.plan.returns):
-                continue
+            if len(replay.plan.returns) != max(len(replay.partition_nodes), 1):
+                continue  # the forecast was of other devices
             returns = replay.plan.returns[which]
             for index in range(replay.returned[which], len(returns)):
                 begin, position = returns[index]

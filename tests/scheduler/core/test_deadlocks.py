@@ -10,7 +10,7 @@ import pytest
 from support.late_gpu import COUNT, FILL, MIX, Numbers, gpus, value
 from support.plain_tasks import plain_task
 
-from scheduler import Deadlock, Handle, R, Runtime, Step, W
+from scheduler import Codelet, Deadlock, Handle, R, Runtime, Step, W
 from scheduler.core.dependencies import link, predecessors, waiting_for
 from scheduler.core.records import HandleId, HandleRecord, Mode, Task
 
@@ -70,6 +70,24 @@ def test_who_would_wait_for_itself_is_refused(ask: Callable[[Runtime, Handle, St
         runtime.wait()
         step.replay().wait()
         value(runtime, changed)  # which raises where data is lost
+
+
+def test_who_would_wait_for_a_turn_behind_itself_is_refused() -> None:
+    """Tasks of kind host begin in their order, so the second one waits for the first, which waits for data that the thread holds."""
+    host = Codelet("host", host=lambda done, *views: threading.Thread(target=done, args=(None,)).start())
+    with Runtime(cpu_workers=2, ram=1 << 24) as runtime:
+        changed = runtime.handle(PAGE, Numbers(), kind="persistent", name="changed")
+        runtime.submit(FILL, [(changed, W)], {"value": 1.0})
+        runtime.wait()
+        with runtime.record() as step:
+            runtime.submit(host, [(changed, W)])
+            out = runtime.handle(PAGE, Numbers(), name="out")
+            runtime.submit(host, [(out, W)])
+        with runtime.acquire(changed, R):
+            ticket = step.replay()
+            with pytest.raises(Deadlock), ticket.borrow(out):
+                pass
+        ticket.wait()
 
 
 def test_who_waits_for_other_data_is_not() -> None:

@@ -57,7 +57,7 @@ def test_an_impossible_event_is_refused_with_the_story_of_its_task(failed: bool)
         driver.machine.handle(again)
     message = str(refusal.value)
     assert message.startswith(
-        f"{type(again).__name__} of {run.task!r}: '{'raised' if failed else 'finished'}' is impossible for a task that is done\n"
+        f"during {type(again).__name__} of {run.task!r}, '{'raised' if failed else 'finished'}' is impossible for a task that is done\n"
     )
     assert "story of" in message
     assert "TaskSubmitted" in message

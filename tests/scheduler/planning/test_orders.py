@@ -17,10 +17,11 @@ from scheduler.planning.step_structure import structure_of
 
 
 def check_topological(plan: StepPlan, order: list[int]) -> None:
-    """Every position once, after all its predecessors."""
+    """Every position once, after all its predecessors; tasks of kind host stay in the order of submission."""
     assert sorted(order) == list(range(len(plan.tasks)))
     when = {position: at for at, position in enumerate(order)}
     assert all(when[before] < when[position] for position, waits in enumerate(plan.predecessors) for before in waits)
+    assert [position for position in order if plan.tasks[position].kinds == ("host",)] == plan.turns
 
 
 @search(150)
@@ -32,7 +33,9 @@ def test_every_candidate_of_any_graph_is_a_topological_order(data: st.DataObject
     modes = {"persistent": ("R", "W", "RW", "SCRATCH"), "input": ("R",), "temporary": ("R", "W", "RW", "SCRATCH")}
     for _ in range(data.draw(st.integers(0, 25))):
         chosen = data.draw(st.lists(st.sampled_from(tiles), max_size=4, unique=True))
-        builder.task(data.draw(st.sampled_from("abc")), *((tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen))
+        accesses = [(tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen]
+        builder.label(data.draw(st.sampled_from(("forward", "update"))))
+        builder.task(data.draw(st.sampled_from("abc")), *accesses, kind=data.draw(st.sampled_from(("cpu", "host"))))
     plan = builder.plan()
     found = candidates(plan)
     assert list(found)[:3] == ["submission", "eager-update", "layers"]

@@ -101,7 +101,7 @@ def test_config_toml_repeats_the_run(here, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--dtype=fp64 --optimizer=sgd --momentum=0.9", marks=pytest.mark.long),
+        pytest.param("--dtype=fp64 --optimizer=sgd:0.9", marks=pytest.mark.long),
         "--dtype=bf16 --optimizer=adam",
         "--attention=stored --recompute=block --grad-clip=0.5",
         "--lanes=4",

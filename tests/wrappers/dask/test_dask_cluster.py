@@ -410,7 +410,7 @@ def test_nodes_with_little_memory(here: Path, cluster: LocalCluster, capsys: pyt
     assert [node.planned["order"] for node in two.nodes] == ["layers"] * 2
     capsys.readouterr()
     assert main([*nodes, f"--ram={ram}", "--run-dir=none", "--minibatch=4", "--order=forward"]) == 2
-    assert re.search(r"--order forward: on worker tcp.* this step has no order 'forward'; it has", capsys.readouterr().err)
+    assert re.search(r"on worker tcp.* this step has no order 'forward'; it has", capsys.readouterr().err)
 
 
 def fail() -> None:

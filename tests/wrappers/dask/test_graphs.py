@@ -26,6 +26,8 @@ from support.deadline import DEADLINE
 from nntask.errors import UsageError
 from scheduler import DoesNotFit
 from wrappers.dask import get, runtime
+from wrappers.dask.graphs.blocks import Action, MemoryRequest
+from wrappers.dask.graphs.ledger import Ledger
 from wrappers.dask.graphs.plan import make_plan, prepare
 from wrappers.dask.graphs.scheduler import _current
 
@@ -516,3 +518,42 @@ def test_ctrl_c_that_reaches_another_thread_is_heard(script: str, tmp_path: Path
         [sys.executable, "-c", ASLEEP + script], capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=tmp_path, env=environment
     )
     assert (done.stdout, done.returncode) == ("heard\n", 0), done.stderr
+
+
+def test_a_thread_that_admits_its_own_request_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks compute graphs with one thread each. The request of the first waits for memory, and the thread of the second finds that all others
+    sleep: it admits its own request, which fits, and runs it."""
+    begun, waits = threading.Event(), threading.Event()
+
+    def kib(number: int) -> np.ndarray:
+        return np.ones(number * 128)
+
+    def first(data: np.ndarray) -> float:
+        def large() -> np.ndarray:
+            begun.set()
+            return kib(400)
+
+        graph = {"large-0": Task("large-0", large), "large-1": Task("large-1", lambda before: before + 1, TaskRef("large-0"))}
+        return float(get(graph, "large-1", num_workers=1)[0])
+
+    def second(data: np.ndarray) -> float:
+        def small() -> np.ndarray:
+            assert waits.wait(DEADLINE)
+            return kib(150)
+
+        assert begun.wait(DEADLINE)  # requests of the graph that began first go first
+        graph = {"small-0": Task("small-0", small), "small-1": Task("small-1", lambda before: before + 1, TaskRef("small-0"))}
+        return float(get(graph, "small-1", num_workers=1)[0])
+
+    graph = {"a": Task("a", kib, 100), "b": Task("b", kib, 200), "x": Task("x", first, TaskRef("a")), "y": Task("y", second, TaskRef("b"))}
+    request = Ledger.request
+
+    def noted(ledger: Ledger, asked: MemoryRequest) -> list[Action]:
+        actions = request(ledger, asked)
+        if asked.depth and asked.result_nbytes >= 400 << 10:
+            waits.set()
+        return actions
+
+    monkeypatch.setattr(Ledger, "request", noted)
+    with runtime(ram=1020 << 10, workers=2) as graphs:
+        assert graphs.get(graph, ["x", "y"]) == (2.0, 2.0)

@@ -335,3 +335,23 @@ def test_random_programs_stay_within_the_bound_and_end(seed: int) -> None:
             lent = 0
         assert not program.refused
     assert program.ledger.peak <= 12 + workers * largest
+
+
+def test_a_forced_request_takes_as_little_as_it_may() -> None:
+    """Its result is expected to be as large as others of its kind, but the tasks that wait for it free nothing."""
+    ledger = Ledger(100, None)
+    outer = MemoryRequest("outer", 0, 0, [], 60, 10, 0)
+    assert ledger.request(outer) == [StartTask(outer)]
+    inner = MemoryRequest("inner", 0, 1, [], 50, 10, 1)
+    assert ledger.request(inner) == []
+    assert ledger.force() == [StartTask(inner)]
+    assert ledger.used == 70
+
+
+def test_fewer_fixed_bytes_raise_no_peak() -> None:
+    """Bytes that are counted twice while a block changes hands are no use of memory."""
+    ledger = Ledger(100, None)
+    ledger.count(30)
+    ledger.used += 50
+    ledger.count(-10)
+    assert ledger.peak == 30

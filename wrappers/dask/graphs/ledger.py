@@ -74,9 +74,15 @@ class Ledger:
         return self._admit_waiting([])
 
     def force(self) -> list[Action]:
-        """Admit any waiting request that fits, because the admitted ones wait for it; return no actions if there is none."""
+        """Admit any waiting request that fits, because the admitted ones wait for it; return no actions if there is none.
+
+        If none fits with the result that it is expected to have, the smallest possible results decide.
+        """
         actions: list[Action] = []
-        any(self._try(entry, actions) for entry in self._waiting[:])
+        if not any(self._try(entry, actions) for entry in self._waiting[:]):
+            for _, _, request in self._waiting:
+                request.result_nbytes = min(request.result_nbytes, request.min_nbytes)
+            any(self._try(entry, actions) for entry in self._waiting[:])
         return actions
 
     def adopt(self, block: MemoryBlock) -> None:
@@ -112,8 +118,11 @@ class Ledger:
     def count(self, nbytes: int) -> Sequence[Action]:
         """Count `nbytes` more fixed bytes, or fewer if negative."""
         self.fixed += nbytes
-        self._take(nbytes)
-        return self._admit_waiting([]) if nbytes < 0 and self._waiting else ()
+        if nbytes > 0:
+            self._take(nbytes)
+            return ()
+        self.used += nbytes
+        return self._admit_waiting([]) if self._waiting else ()
 
     def change(self, block: MemoryBlock) -> None:
         """Note that a task has changed a block in place, so that its copy on the disk, finished or in progress, is out of date."""

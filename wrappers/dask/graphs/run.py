@@ -154,7 +154,7 @@ class GraphRun:
             if not self._ended:
                 self._num_idle += 1
                 self.store.look_for_deadlock()
-                if not self._ended:
+                if not self._ended and not self._admitted:  # it may have admitted a request of this run
                     self._wake.wait()
                 self._num_idle -= 1
         return None

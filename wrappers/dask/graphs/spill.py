@@ -80,7 +80,7 @@ class SpillEngine:
             thread.start()
 
     def put(self, move: MoveBlock) -> None:
-        """MemoryRequest a copy."""
+        """Request a copy."""
         self._moves.put((move.kind == "write", next(self._numbers), move))
 
     def close(self) -> None:

@@ -85,6 +85,8 @@ class Store:
         self.largest = 0
         self.failure: BaseException | None = None
         self._untrimmed = 0
+        self._actions: deque[Action] = deque()  # not carried out yet
+        self._is_carrying_out = False
         self._disk: SpillEngine | None = None
         if disk is not None:
             self._disk = SpillEngine(disk[0], disk[1], staging, self._copied, self.fail)
@@ -116,9 +118,20 @@ class Store:
         except BaseException as error:  # a bug of ours, or an interrupt in the middle of a step
             self._break(error)
             raise
-        for action in actions:
-            self._carry_out(action)
+        self._carry_out_all(actions)
         return actions
+
+    def _carry_out_all(self, actions: Sequence[Action]) -> None:
+        """Carry out actions after those of earlier steps, one of which may be the cause of this step."""
+        self._actions += actions
+        if self._is_carrying_out:
+            return
+        self._is_carrying_out = True
+        try:
+            while self._actions:
+                self._carry_out(self._actions.popleft())
+        finally:
+            self._is_carrying_out = False
 
     def new_block(self, client: Client, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock:
         """Return a block, not yet counted, for the memory of an owner that has none."""
@@ -146,8 +159,7 @@ class Store:
 
     def count_small(self, nbytes: int) -> None:
         """Count `nbytes` more bytes of small results, or fewer if negative."""
-        for action in self.ledger.count(nbytes):
-            self._carry_out(action)
+        self._carry_out_all(self.ledger.count(nbytes))
 
     def hand_over(self, block: MemoryBlock) -> None:
         """Give a block to the program: it stays in host memory, and counts, until no reference to it is left."""

@@ -241,7 +241,9 @@ class TrainingNode:
         try:
             num_tasks = engine.num_tasks
         except RecordingError as error:
-            raise UsageError(f"{run.step.order}: on worker {self.worker_name} {error}", flag="--order") from error
+            if not isinstance(error.__cause__, ValueError):
+                raise  # no order or recomputation of the requested name
+            raise UsageError(f"on worker {self.worker_name} {error}") from error
         check_memory(engine.order.plan, run, self.worker_name)
         runtime.wait()
         give_back_freed()  # memory that reading weights and planning the step have used

@@ -1,4 +1,4 @@
-"""Memory of a node of a cluster: its budgets, and the check that a step fits them together with buckets in transit between nodes."""
+"""Memory of a node of a cluster: its budgets, and the check that a step fits them."""
 
 from __future__ import annotations
 
