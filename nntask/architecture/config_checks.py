@@ -136,7 +136,7 @@ def check_num_weights(asked: int, held: int, source: object, files: str, advice:
         DataError: the config needs far more.
     """
     if asked > 2 * held:
-        raise DataError(f"{source} asks for {asked:,} weights, and {files} {held:,}", f"{advice}")
+        raise DataError(f"{source} asks for {asked:,} weights, and {files} {held:,}", advice)
 
 
 def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:

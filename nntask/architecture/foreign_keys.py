@@ -51,7 +51,7 @@ class Only:
             UsageError: the value is none of `values`.
         """
         if not any(type(value) is type(legal) and value == legal for legal in self.values):
-            raise UsageError(f"{key} in {source} must be {shown(self.values[0])}, got {shown(value)}", f"{self.advice}")
+            raise UsageError(f"{key} in {source} must be {shown(self.values[0])}, got {shown(value)}", self.advice)
 
 
 @dataclass(frozen=True, slots=True)

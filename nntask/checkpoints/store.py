@@ -165,7 +165,7 @@ def save_checkpoint(
                 new.mkdir()
                 _write_files(new, state, {MODEL: model, OPTIMIZER: optimizer}, tokenizer, config)
         except Diverged as error:
-            raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved", f"{AGAINST_DIVERGENCE}") from None
+            raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved", AGAINST_DIVERGENCE) from None
         except (OSError, StorageError, DataError) as error:  # DataError: a file just written cannot be read
             raise _cannot_save(run, state["step"], error) from error
     try:

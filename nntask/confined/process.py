@@ -250,17 +250,17 @@ class ConfinedProcess:
             return kind, value
         what, advice = request.subject, request.advice
         if len(line) > limits.answer_nbytes:
-            raise DataError(f"{what} writes more than {limits.answer_nbytes:,} bytes", f"{advice}")
+            raise DataError(f"{what} writes more than {limits.answer_nbytes:,} bytes", advice)
         code = self._end()
         if self._is_closed:
             raise ProcessUnavailable(self._closed)
         if code == -signal.SIGXCPU:
-            raise DataError(f"{what} takes more than {limits.seconds} s of processor time", f"{advice}")
+            raise DataError(f"{what} takes more than {limits.seconds} s of processor time", advice)
         if code == -signal.SIGABRT:  # native code aborts when it gets no memory
-            raise DataError(f"{what} takes more memory than it may have", f"{advice}")
+            raise DataError(f"{what} takes more memory than it may have", advice)
         if code is None or -code in _OF_OTHERS:  # the kernel's out-of-memory killer looks the same
             raise ProcessUnavailable(f"{self._name} was stopped from outside, or because memory is short", "try again later")
-        raise DataError(f"{what} ended its process with exit code {code}", f"{advice}")
+        raise DataError(f"{what} ended its process with exit code {code}", advice)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
@@ -356,5 +356,5 @@ def _answer_of(kind: str, value: Any, request: ConfinedRequest) -> Any:
     if kind == "refused":
         raise DataError(value)
     if kind == "memory":
-        raise DataError(f"{request.subject} takes more memory than it may have", f"{request.advice}")
-    raise DataError(f"{request.subject} fails: {value}", f"{request.advice}")
+        raise DataError(f"{request.subject} takes more memory than it may have", request.advice)
+    raise DataError(f"{request.subject} fails: {value}", request.advice)

@@ -167,7 +167,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
-            raise DataError(f"{where} is not for the chat template of {self._name}: {what}", f"{advice}") from None
+            raise DataError(f"{where} is not for the chat template of {self._name}: {what}", advice) from None
 
 
 class ChatService:
@@ -200,7 +200,7 @@ class ChatService:
     def _checked(self, text: str, where: str, most: int, advice: str) -> str:
         if len(text) > most:
             what = f"{where} is not for the chat template of {self._name}, which writes {len(text):,} characters of at most {most:,}"
-            raise DataError(f"{what}", f"{advice}")
+            raise DataError(what, advice)
         return text
 
 

@@ -82,7 +82,7 @@ class ChatProcess:
         """
         what = f"{where} is not for the chat template of {self._name}, which"
         if (count := sum(len(word) for message in messages for pair in message.items() for word in pair)) > self._most:
-            raise DataError(f"{what} gets at most {self._most:,} characters, got {count:,}", f"{PROMPT_ADVICE}")
+            raise DataError(f"{what} gets at most {self._most:,} characters, got {count:,}", PROMPT_ADVICE)
         content = {"messages": list(messages), "where": where, "now": self._now().isoformat(), "most": self._most}
         return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, what, PROMPT_ADVICE)))
 

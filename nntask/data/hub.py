@@ -97,7 +97,7 @@ def _fetch_wikitext(directory: Path, advice: str) -> None:
     try:
         datasets.load_dataset(_REPOSITORY, _NAME, cache_dir=str(directory))
     except Exception as error:  # the package passes on whatever its many parts raise
-        raise DataError(f"{_REPOSITORY} could not be fetched: {_first_line(error)}", f"{advice}") from error
+        raise DataError(f"{_REPOSITORY} could not be fetched: {_first_line(error)}", advice) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -116,9 +116,9 @@ def check_hub(what: str, advice: str) -> None:
     """
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
-        raise DataError(f"{what}, and HF_HUB_OFFLINE forbids asking {host}", f"{advice}")
+        raise DataError(f"{what}, and HF_HUB_OFFLINE forbids asking {host}", advice)
     if reason := _probe(host):
-        raise DataError(f"{what}, and {host} cannot be reached ({reason})", f"{advice}")
+        raise DataError(f"{what}, and {host} cannot be reached ({reason})", advice)
 
 
 def _probe(host: str) -> str:
@@ -195,5 +195,5 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
                     hf_hub_download(name, each, local_dir=str(location))
             hf_hub_download(name, TOKENIZER_FILE, local_dir=str(location))
         except Exception as error:  # the package passes on whatever its many parts raise
-            raise DataError(f"could not be fetched: {_first_line(error)}", f"{advice}", flag="--tokenizer", value=name) from error
+            raise DataError(f"could not be fetched: {_first_line(error)}", advice, flag="--tokenizer", value=name) from error
     return location

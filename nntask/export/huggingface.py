@@ -301,7 +301,7 @@ def as_stored(
         values: npt.NDArray[Any] = piece.astype(kind, copy=False)
     if first_not_finite(values) is not None:
         if first_not_finite(piece) is None:
-            raise UsageError(f"{name} holds values too large for {shown or kind.name}", f"{advice}")
+            raise UsageError(f"{name} holds values too large for {shown or kind.name}", advice)
         raise Diverged(f"{name} holds values that are not finite", "use an earlier checkpoint, or another model")
     return values
 

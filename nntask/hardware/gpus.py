@@ -297,7 +297,7 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
     except MemoryError as error:
         raise DoesNotFit(str(error), shortage=Shortage("outside", plan.names[0], 0, plan.nbytes, task="CUDA", detail=str(error))) from error
     except ImportError as error:
-        raise UsageError(f"{error}") from error
+        raise UsageError(str(error)) from error
     except RuntimeError as error:  # an error of CUDA or cuBLAS, or a source that does not compile
         raise UsageError(
             f"{' and '.join(plan.names)} could not be opened ({error})",

@@ -96,14 +96,14 @@ def best_updater(run: RunConfig, target: MachineModel) -> PlannedRun:
     Raises:
         UsageError: the step has no order of the requested name.
     """
-    candidates = dict[Updater, PlannedRun]()
-    for updater in _open_updaters(run, target):
+    candidates, updaters = dict[Updater, PlannedRun](), _open_updaters(run, target)
+    for updater in updaters:
         candidates[updater] = candidate = _with_updater(run, target, updater)
         if candidate.needs is None and not candidate.order.forecasts:  # nothing is faster
             break
     fitting = {updater: candidate for updater, candidate in candidates.items() if candidate.needs is None}
     chosen = _preferred(fitting) if fitting else next(iter(candidates))
-    if len(_open_updaters(run, target)) == 1:
+    if len(updaters) == 1:
         return candidates[chosen]
     moving = {updater: candidate.order for updater, candidate in fitting.items() if candidate.order.forecasts}
     return candidates[chosen]._replace(seconds={**dict.fromkeys(candidates), **expected(moving)})

@@ -241,7 +241,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror or error}", f"{how_to_go_on(self._run)}") from error
+            raise StorageError(f"cannot write {self.path}: {error.strerror or error}", how_to_go_on(self._run)) from error
 
 
 def finite(value: Any) -> Any:

@@ -110,7 +110,7 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
     try:
         return measure(gpus, model.dtype, counts)
     except scheduler.DeviceFailed as error:
-        raise StorageError(f"{error}") from error
+        raise StorageError(str(error)) from error
 
 
 def _shortage(run: RunConfig) -> str:

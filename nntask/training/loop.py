@@ -247,7 +247,7 @@ class Loop:
         self.runtime.check_stop()
         if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
             what = f"loss {outcome.loss}" if not math.isfinite(outcome.loss) else f"gradient norm {outcome.grad_norm}"
-            raise Diverged(f"step {flight.step} has {what} at learning rate {flight.lr:g}", f"{AGAINST_DIVERGENCE}")
+            raise Diverged(f"step {flight.step} has {what} at learning rate {flight.lr:g}", AGAINST_DIVERGENCE)
         self.step, self._cursor = flight.step, flight.cursor
 
 

@@ -55,7 +55,7 @@ def check_new_run(path: Path) -> None:
                 "is not empty", f"give a new directory, or continue that run with --resume {shlex.quote(str(path))}", flag="--run-dir", value=path
             )
         what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
-        raise UsageError(f"{what}", "remove it, or give a new directory", flag="--run-dir", value=path)
+        raise UsageError(what, "remove it, or give a new directory", flag="--run-dir", value=path)
     check_writable(path, "--run-dir")
 
 

@@ -47,7 +47,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
             with contextlib.suppress(Exception):  # the user must see the error that ended the training
                 ending()
         if isinstance(error, DataError):
-            raise DataError(f"{error}", f"{until_restored(run)}") from error
+            raise DataError(str(error), until_restored(run)) from error
         raise
     for ending in endings:
         ending()

@@ -220,14 +220,14 @@ def read_trace(path: Path) -> TraceRecord:
         check_size(text, _PER_LETTER)
         document = json.loads(text)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError):
-        raise DataError(f"the trace {path} is not whole", f"{_AGAIN}") from None
+        raise DataError(f"the trace {path} is not whole", _AGAIN) from None
     except OSError as error:
         raise DataError(f"the trace {path} cannot be read: {error.strerror}", "name another one with --trace") from None
     try:
         about = document["otherData"]["nntask"]
         trace_format = about["format"]
     except (KeyError, TypeError, IndexError):
-        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {TRACE_FORMAT}", f"{_AGAIN}") from None
+        raise DataError(f"{path} is no trace of this version of nntask: it does not name its format, {TRACE_FORMAT}", _AGAIN) from None
     if trace_format != TRACE_FORMAT:
         raise DataError(
             f"the trace {path} must have format {TRACE_FORMAT}, got {str(trace_format)[:40]}, which another version of nntask wrote", f"{_AGAIN}"
@@ -235,7 +235,7 @@ def read_trace(path: Path) -> TraceRecord:
     try:
         return _parsed(path, document["traceEvents"], about)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
-        raise DataError(f"the trace {path} has events that nntask did not write", f"{_AGAIN}") from None
+        raise DataError(f"the trace {path} has events that nntask did not write", _AGAIN) from None
 
 
 def _unpacked(path: Path) -> bytes:

@@ -59,13 +59,13 @@ class Supported:
         release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
         if release < self.oldest:
             oldest = ".".join(map(str, self.oldest))
-            raise UsageError(f"wrappers.torch needs {self.title} {oldest} or newer (tested: {self.words}), got {version}", f"{self.remedy}")
+            raise UsageError(f"wrappers.torch needs {self.title} {oldest} or newer (tested: {self.words}), got {version}", self.remedy)
         is_final = numbers is not None and re.match(r"(\.?post\d+)?(\+.*)?$", numbers[3]) is not None
         return is_final and release <= self.newest
 
     def refusal(self, version: str, reason: str) -> UsageError:
         """Return the error for a release outside the range that fails a check."""
-        return UsageError(f"{self.title} {version} is not among the tested releases, {self.words}, and {reason}", f"{self.remedy}")
+        return UsageError(f"{self.title} {version} is not among the tested releases, {self.words}, and {reason}", self.remedy)
 
 
 TORCH: Final = Supported("PyTorch", "torch", (2, 12), (2, 15))

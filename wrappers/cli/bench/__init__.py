@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
                 f"nntask bench {name} is a script now", f"in a checkout of nntask, run python benchmarks/bounds/{MOVED[name]}.py with its flags"
             )
         wrong = f"there is no benchmark {name!r}" if name else "bench needs NAME"
-        raise UsageError(f"{wrong}", f"NAME is one of {', '.join(BENCHMARKS)}, as in nntask bench overhead")
+        raise UsageError(wrong, f"NAME is one of {', '.join(BENCHMARKS)}, as in nntask bench overhead")
     module = importlib.import_module(f".{name}", __name__)
     rest = [*argv[: argv.index(name)], *argv[argv.index(name) + 1 :]]
     settings, _ = parse(getattr(module, BENCHMARKS[name]), rest, f"nntask bench {name}")

@@ -86,7 +86,7 @@ class Flag:
             if text not in self.choices:
                 near = difflib.get_close_matches(text, self.choices, 1)
                 advice = _RENAMED_VALUES.get((self.name, text)) or (f"did you mean {near[0]}?" if near else "choose one of them")
-                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}", f"{advice}")
+                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}", advice)
             return text
         if self.value_type is bool:
             word = text.lower()

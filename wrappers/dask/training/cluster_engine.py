@@ -367,6 +367,6 @@ def train_on(asked: ClusterSpec, train: Callable[[DaskCluster], int], say: Calla
     try:
         return train(cluster)
     except ClusterError as error:
-        raise ClusterError(f"{error}", f"{cluster.what_is_safe()}") from error
+        raise ClusterError(str(error), cluster.what_is_safe()) from error
     finally:
         connection.close()

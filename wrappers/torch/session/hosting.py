@@ -94,7 +94,7 @@ class Host:
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
     """Return the error to raise for a failure of the runtime: the known cause if there is one, else the error itself."""
     if isinstance(error.__cause__, OperationFailed):
-        return UsageError(f"{error.__cause__}", "look at the values of this batch")
+        return UsageError(str(error.__cause__), "look at the values of this batch")
     if runtime.tier_failure is not None:
         remedy = "free space there, or choose another directory with disk=; then make a new session, and resume from the last save()"
         return StorageError(runtime.tier_failure.fact, remedy)

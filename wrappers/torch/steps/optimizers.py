@@ -173,7 +173,7 @@ class SessionOptimizer:
         """
         state = self.options.state
         if not isinstance(state, _StateElsewhere):
-            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}", f"{_STATE_REMEDY}")
+            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}", _STATE_REMEDY)
         _check_hooks(self.options)
         members = self._members_now()
         if members != self._members:
@@ -288,7 +288,7 @@ class _StateElsewhere(defaultdict[Any, Any]):
     """`state` of an optimizer while a session holds the state: reading or changing it raises an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError("optimizer.state cannot be read or changed while a session is open, because the session has the state", f"{_STATE_REMEDY}")
+        raise UsageError("optimizer.state cannot be read or changed while a session is open, because the session has the state", _STATE_REMEDY)
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __or__ = __ior__ = _refuse
     get = keys = values = items = clear = pop = popitem = setdefault = update = copy = _refuse
@@ -299,7 +299,7 @@ def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Refuse reading or changing the state of an optimizer in the block; afterwards it can be used again, without state."""
 
     def refuse(name: str) -> NoReturn:
-        raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state", f"{_STATE_REMEDY}")
+        raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state", _STATE_REMEDY)
 
     hooks = [
         optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")),

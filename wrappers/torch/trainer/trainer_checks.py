@@ -80,7 +80,7 @@ def check_arguments(args: Any, *, named_optimizer: bool) -> None:
     for name, advice in ADVICE.items():
         value = getattr(args, name, None)
         if value is not None and value is not False and value not in ("", [], {}):
-            raise UsageError(f"{name} of the training arguments must be off, got {value!r}", f"{advice}")
+            raise UsageError(f"{name} of the training arguments must be off, got {value!r}", advice)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if named_optimizer and optimizer not in OPTIMIZERS:
         raise UsageError(f"optim of the training arguments must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", "use one of them")
