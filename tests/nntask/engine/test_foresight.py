@@ -118,7 +118,7 @@ class Restless:
 
     def duration(self, task: Task, kind: WorkerKind) -> float:
         """Seconds of a task; the first of its kind is slow, and so is one in a hundred."""
-        key = task.name, footprint(task)
+        key = task.spec.name, footprint(task.spec)
         slow = 20.0 if key not in self._seen else 5.0 if self._chance.random() < 0.01 else 1.0
         self._seen.add(key)
         seconds = slow * self.known.task_seconds(task, kind) * self._chance.lognormvariate(0.0, 0.2)
