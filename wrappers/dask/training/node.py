@@ -239,16 +239,15 @@ class TrainingNode:
         transport = self._comms if shard.num_nodes > 1 else None
         engine = self._engine = RecordedEngine(run, runtime, start, shard=shard, transport=transport)
         try:
-            num_tasks = engine.num_tasks
+            check_memory(engine.order.plan, run, self.worker_name)
         except RecordingError as error:
-            if not isinstance(error.__cause__, ValueError):
-                raise  # no order or recomputation of the requested name
-            raise UsageError(f"on worker {self.worker_name} {error}") from error
-        check_memory(engine.order.plan, run, self.worker_name)
+            if isinstance(error.__cause__, ValueError):  # no order or recomputation of the requested name
+                raise UsageError(f"on worker {self.worker_name} {error}") from error
+            raise
         runtime.wait()
         give_back_freed()  # memory that reading weights and planning the step have used
         return {
-            "num_tasks": num_tasks,
+            "num_tasks": engine.num_tasks,
             "num_trained": engine.num_trained,
             "planned": order_figures(engine.order, run, this_machine(run.machine)),
             "stats": self._stats(),
