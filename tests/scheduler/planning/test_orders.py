@@ -44,6 +44,20 @@ def test_every_candidate_of_any_graph_is_a_topological_order(data: st.DataObject
     assert candidates(builder.plan()) == found
 
 
+def test_tasks_of_kind_host_may_also_wait_for_each_other_by_their_data() -> None:
+    """Such an edge counts once, so an update with another predecessor waits for that as well."""
+    builder = PlanBuilder()
+    first, second, state = (builder.tile(name, kind) for name, kind in (("x", "temporary"), ("z", "temporary"), ("state", "persistent")))
+    builder.label("forward")
+    builder.task("a", (first, "W"), kind="host")
+    builder.task("c", (second, "W"))
+    builder.label("update")
+    builder.task("b", (first, "R"), (second, "R"), (state, "W"), kind="host")
+    plan = builder.plan()
+    for order in candidates(plan).values():
+        check_topological(plan, order)
+
+
 def users(plan: StepPlan, order: list[int], tile: str) -> list[str]:
     """Names of the tasks that touch a tile, in order."""
     return [plan.tasks[at].name for at in order if any(handle.name == tile for handle, _ in plan.tasks[at].accesses)]
