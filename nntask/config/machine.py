@@ -55,7 +55,7 @@ def sharing_of(resources: ResourceSettings) -> Sharing:
         UsageError: the assignment is malformed.
     """
     text = resources.assignment
-    if text not in ("", DEVICES, "mixed") and not text.removeprefix(PINNED) != text:
+    if text not in ("", DEVICES, "mixed") and not text.startswith(PINNED):
         raise UsageError(
             f"must be {DEVICES}, mixed or {PINNED}FILE, got {text!r}", f"for example --sched {resources.sched}@mixed", flag=flag_of("assignment")
         )

@@ -41,8 +41,8 @@ from .run_config import (
     TileChoice,
     with_kept_template,
 )
-from .settings import TrainSettings, differences, known
-from .stored_run import frozen_base_to_start_from, stored_settings
+from .settings import TrainSettings, known
+from .stored_run import differences, frozen_base_to_start_from, stored_settings
 from .tile_sizes import TILE_FLAGS, in_tiles, table_tiling
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 

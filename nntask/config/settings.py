@@ -16,6 +16,7 @@ from ..errors import DataError
 from .old_settings import OLD_SETTINGS, translated
 
 T = TypeVar("T")
+
 Period = int  # number of steps; 0 means never
 
 
@@ -269,9 +270,6 @@ class TrainSettings:
     observe: ObserveSettings = field(default_factory=ObserveSettings)
 
 
-LOCKED: Final = ("model", "tiling", "data", "optimizer")
-"""Groups that a resumed run must share with the run that it continues; the others may differ."""
-
 EXPERT: Final = frozenset(
     (
         *("attention", "minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile", "auto_tile", "target_len", "lora_dropout"),
@@ -314,9 +312,6 @@ SUFFIXES: Final[Mapping[str, Suffix]] = {
 }
 """Settings without a flag of their own."""
 
-_NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
-"""Names and places, which may differ; their contents are compared by the model's config and the fingerprint of the data."""
-
 
 def known(value: T | None) -> T:
     """Return a value that `nntask.config.resolution.filled` has set."""
@@ -324,24 +319,13 @@ def known(value: T | None) -> T:
     return value
 
 
-def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
-    """Return the flags that a resumed run may not change and that differ, as "--flag (was A, is B)"; names of models and paths may change."""
-    found = []
-    for group in LOCKED:
-        before, after = getattr(stored, group), getattr(now, group)
-        for f in fields(before):
-            was, value = getattr(before, f.name), getattr(after, f.name)
-            if was != value and f.name not in _NAMES:
-                found.append(f"{flag_of(f.name)} (was {was}, is {value})")
-    return found
-
-
 def typed(group: Any, name: str) -> str:
     """Return the value of a setting as its flag takes it, with the settings in `SUFFIXES` that belong to it and are not the default."""
     defaults = {f.name: f.default for f in fields(group)}
     inner = [other for other, suffix in SUFFIXES.items() if suffix.flag == name and getattr(group, other) != defaults[other]]
+    suffixes = [f"{SUFFIXES[other].separator}{getattr(group, other)}" for other in inner]
     value = getattr(group, name)
-    return "".join(["" if value is None else str(value), *(f"{SUFFIXES[other].separator}{getattr(group, other)}" for other in inner)])
+    return "".join(["" if value is None else str(value), *suffixes])
 
 
 def flag_of(name: str) -> str:
@@ -372,8 +356,13 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
                         f"settings.{group}.{key} in {source} must be {_words_for(known_kinds[key])}, got {value!r}", "use another checkpoint"
                     )
                 flat[key] = value
-    flat, groups = translated(flat, source), dict[str, Any]({f.name: f.default_factory for f in fields(TrainSettings)})
-    return TrainSettings(**{name: group(**{f.name: flat[f.name] for f in fields(group) if f.name in flat}) for name, group in groups.items()})
+    flat = translated(flat, source)
+    return TrainSettings(**{f.name: _group(f.default_factory, flat) for f in fields(TrainSettings)})
+
+
+def _group(group: Any, flat: Mapping[str, Any]) -> Any:
+    """Return a group of settings with its values in `flat`."""
+    return group(**{f.name: flat[f.name] for f in fields(group) if f.name in flat})
 
 
 def _is_of(value: object, kind: Any) -> bool:

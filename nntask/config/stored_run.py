@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Final
+
 from ..adapters.frozen_base import FrozenBase
 from ..checkpoints.store import STATE, Checkpoint
 from ..errors import DataError
 from ..gguf.model_file import is_gguf
 from .init_from import initial_model
-from .settings import TrainSettings, from_dict
+from .settings import TrainSettings, flag_of, from_dict
 from .validation import rank_of
+
+LOCKED: Final = ("model", "tiling", "data", "optimizer")
+"""Groups that a resumed run must share with the run that it continues; the others may differ."""
+
+_NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
+"""Names and places, which may differ; their contents are compared by the model's config and the fingerprint of the data."""
 
 
 def stored_settings(checkpoint: Checkpoint) -> TrainSettings:
@@ -19,6 +28,18 @@ def stored_settings(checkpoint: Checkpoint) -> TrainSettings:
         UsageError: settings of an earlier version contradict each other.
     """
     return from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+
+
+def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
+    """Return the flags that a resumed run may not change and that differ, as "--flag (was A, is B)"; names of models and paths may change."""
+    found = []
+    for group in LOCKED:
+        before, after = getattr(stored, group), getattr(now, group)
+        for f in fields(before):
+            was, value = getattr(before, f.name), getattr(after, f.name)
+            if was != value and f.name not in _NAMES:
+                found.append(f"{flag_of(f.name)} (was {was}, is {value})")
+    return found
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from scheduler.machine import StepPlan, WorkerKind
-from scheduler.planning import PlannedOrder
+from scheduler.planning import PlannedOrder, on_kinds
 
 from ..config.machine import PINNED
 from ..config.run_config import LanguageRun
@@ -38,16 +38,15 @@ def pinned_kinds(run: LanguageRun, order: PlannedOrder) -> tuple[WorkerKind, ...
     if run.machine.sharing != "pinned":
         return None
     content = read_object(Path(file), "assignment", f"give the {ASSIGNMENT} of a run with --sched auto@mixed")
-    names, kinds, tasks = content.get("tasks"), content.get("kinds"), order.plan.tasks
+    names, given, tasks = content.get("tasks"), content.get("kinds"), order.plan.tasks
     if names != [task.name for task in tasks]:
         have = f"{len(names):,}" if isinstance(names, list) else "none"
         raise _refusal(run, order, f"is about other tasks: {have}, and this step has {len(tasks):,} with their own names in their own order")
-    if not isinstance(kinds, list) or len(kinds) != len(tasks):
-        raise _refusal(run, order, f"needs one kind of worker for each of the {len(tasks):,} tasks")
-    here = ("cpu", "host", "cuda" if run.machine.has_gpus else "sim")
-    for task, kind in zip(tasks, kinds, strict=True):
-        if kind not in here or kind not in getattr(task.codelet, "kinds", task.kinds):
-            raise _refusal(run, order, f"has {json.dumps(kind)[:40]} for a task {task.name}, which no worker of that kind can run here")
+    kinds: list[WorkerKind] = given if isinstance(given, list) else []
+    try:
+        on_kinds(order.plan, kinds, ("cpu", "cuda" if run.machine.has_gpus else "sim"))
+    except ValueError as error:
+        raise _refusal(run, order, f"is not for this step: {error}") from error
     return tuple(kinds)
 
 

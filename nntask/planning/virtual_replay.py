@@ -42,6 +42,7 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
     if plan in _KNOWN and _KNOWN[plan][:2] == (target, how):
         return _KNOWN[plan][2]
     _LOG.info("running %d tasks in virtual time", len(plan.tasks))
+    recorded = plan
     if target.is_mixed and plan.window == ANY:
         plan = by_urgency(plan, pace_on(plan, target).seconds)
     is_short, has_devices = plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
@@ -61,7 +62,7 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
         ahead=not once,
         aside=target.aside,
     )
-    _KNOWN[plan] = target, how, simulation
+    _KNOWN[recorded] = target, how, simulation
     return simulation
 
 

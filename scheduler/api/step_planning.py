@@ -44,9 +44,11 @@ def assign_step(executor: Executor, planned: PlannedOrder, kinds: Sequence[Worke
     Raises:
         RecordingError: the step has other tasks than `kinds`.
     """
+    if not is_mixed and kinds is None:
+        return planned
     machine = executor.machine
     pace = planning_machine(machine, executor.models).pace
-    if (is_mixed or kinds is not None) and planned.plan.window == ANY and pace is not None:
+    if planned.plan.window == ANY and pace is not None:
         planned = replace(planned, plan=by_urgency(planned.plan, pace(planned.plan).seconds))
     if kinds is None:
         return planned
@@ -64,9 +66,9 @@ def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, g
         graphs: whether neighbouring GPU tasks are fused.
         groups: argument of `Runtime.record`.
     """
-    machine, nodes = planning_machine(executor.machine, executor.models), executor.machine.memory
-    if executor.trace is not None or executor.watch.callback is not None:  # both observe single tasks
+    if executor.trace is not None or executor.watch.callback is not None or not (graphs or groups):  # the first two observe single tasks
         return planned
+    machine, nodes = planning_machine(executor.machine, executor.models), executor.machine.memory
 
     def create(nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """Create a record for the scratch memory of a fused task, or for data that several of them share."""
@@ -76,6 +78,6 @@ def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, g
         devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
         return fuse_if_it_fits(planned, devices, machine.last, create, computes_on_last=machine.computes_on_last)
     kinds = [worker.kind for worker in executor.machine.workers]
-    if groups and all(kind == "cpu" for kind in kinds):
+    if all(kind == "cpu" for kind in kinds):
         return fuse_groups_if_they_fit(planned, len(kinds), machine.memory, create)
     return planned

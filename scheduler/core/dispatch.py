@@ -133,14 +133,15 @@ class Dispatch:
             self._hand_over(task, worker, actions)
 
     def feed(self, actions: list[Action]) -> None:
-        """Give ready tasks to workers with free slots; a worker without one answers for the others of its kind and node."""
+        """Give ready tasks to workers with free slots; an idle worker that gets none answers for the others of its kind and node."""
         without = set[tuple[WorkerKind, NodeId]]()
         for worker in self.joined:
             if not (self.num_free and self.num_ready):
                 return
             if len(worker.assigned) == worker.depth or (worker.kind, worker.node) in without:
                 continue
-            if not self._fill(worker, actions) and not isinstance(self.policy, Pinned):
+            is_idle = not worker.assigned  # no other one could end a task sooner
+            if not self._fill(worker, actions) and is_idle and not worker.assigned and not isinstance(self.policy, Pinned):
                 without.add((worker.kind, worker.node))
 
     def _fill(self, worker: Worker, actions: list[Action]) -> bool:

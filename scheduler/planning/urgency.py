@@ -44,7 +44,7 @@ def on_kinds(plan: StepPlan, kinds: Sequence[WorkerKind], present: Collection[Wo
         able = getattr(task.codelet, "kinds", task.kinds)  # those of the task are fewer if devices compute alone
         if kind not in able or kind not in (*present, "host"):
             here = ", ".join(each for each in able if each in present)
-            raise ValueError(f"task {position} of the step, {task.name}, runs on {here} here, got {kind!r}")
+            raise ValueError(f"task {position} of the step, {task.name}, runs on {here} here, got {repr(kind)[:40]}")
     return _with_tasks(plan, [replace(task, kinds=(kind,)) for task, kind in zip(plan.tasks, kinds, strict=True)])
 
 

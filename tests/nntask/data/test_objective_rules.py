@@ -11,7 +11,8 @@ from support.objective_data import TINY, ImageLearner, Learner, lines_in
 
 from nntask.config import TrainSettings, check_values, resolve
 from nntask.config.objective import objective_of, with_head, with_objective
-from nntask.config.settings import DataSettings, ModelSettings, RunSettings, differences
+from nntask.config.settings import DataSettings, ModelSettings, RunSettings
+from nntask.config.stored_run import differences
 from nntask.errors import DataError, UsageError
 from nntask.models.bert import BertConfig
 

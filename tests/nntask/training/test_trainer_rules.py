@@ -10,7 +10,8 @@ from nntask.config import machine as machine_settings
 from nntask.config.disk import disk_of, imaginary_disk_of
 from nntask.config.machine import devices_of, machine_of, request_of
 from nntask.config.resolution import filled, resolve
-from nntask.config.settings import TrainSettings, differences, from_dict
+from nntask.config.settings import TrainSettings, from_dict
+from nntask.config.stored_run import differences
 from nntask.config.validation import check_values
 from nntask.errors import DataError, UsageError
 from nntask.hardware.machine_spec import with_budgets

@@ -136,6 +136,16 @@ def test_an_idle_worker_counts_only_its_own_work_when_it_steals() -> None:
     assert [popped(policy, thief), popped(policy, thief), popped(policy, device)] == [1, None, 0]
 
 
+def test_a_busy_worker_does_not_answer_for_an_idle_one() -> None:
+    """Both share a kind and a node; the busy one has a free slot and would end the device's task too late, and the idle one ends it sooner."""
+    machine = Machine([MemoryNode("ram", 64 * PAGE), MemoryNode("sim", 64 * PAGE)], ExpectedEnd(estimates(cpu=3.0, sim=2.0)))
+    driver = VirtualDriver(machine, [("cpu", 0, 2), ("cpu", 0, 2), ("sim", 1, 1)], lambda task, kind: 1.0)
+    tasks = [task(number, modes=(W,), kinds=kinds) for number, kinds in enumerate([("cpu",), BOTH, BOTH])]
+    for each in tasks:
+        driver.bring(TaskSubmitted(each))
+    assert [each.worker for each in tasks] == [0, 2, 1]
+
+
 class Unknown(Estimates):
     """Nothing has been measured."""
 

@@ -71,9 +71,15 @@ def test_a_card_and_cpu_workers_share_tasks_and_repeat_a_step(
     [
         (lambda content: content["tasks"].pop(), "is about other tasks: "),
         (lambda content: content["tasks"].reverse(), "is about other tasks: "),
-        (lambda content: content.pop("kinds"), "needs one kind of worker for each of the "),
-        (lambda content: content["kinds"].__setitem__(3, "cuda"), 'has "cuda" for a task '),
-        (lambda content: content["kinds"].__setitem__(3, ["cpu"]), 'has ["cpu"] for a task '),
+        (lambda content: content.pop("kinds"), "is not for this step: kinds must have one entry for each of the "),
+        (
+            lambda content: content["kinds"].__setitem__(3, "cuda"),
+            "is not for this step: task 3 of the step, copy input, runs on cpu, sim here, got 'cuda'",
+        ),
+        (
+            lambda content: content["kinds"].__setitem__(3, ["cpu"]),
+            "is not for this step: task 3 of the step, copy input, runs on cpu, sim here, got ['cpu']",
+        ),
     ],
 )
 def test_a_file_about_another_step_is_refused(change: Any, words: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
