@@ -89,5 +89,10 @@ def _wait_for_writer(task: Task, writer: Task | None) -> None:
 
 def _edge(before: Task, after: Task) -> None:
     """Add an edge. The successors of a recorded task are fixed, so edges out of its replay go to a list that is dropped with the replay."""
-    (before.successors if before.step is None else before.late_successors).append(after)
+    if before.step is None:
+        before.successors.append(after)
+    elif isinstance(before.late_successors, list):
+        before.late_successors.append(after)
+    else:
+        before.late_successors = [after]
     after.num_waiting += 1

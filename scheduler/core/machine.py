@@ -308,8 +308,8 @@ class Machine:
             task.num_waiting = task.num_predecessors
             task.state = REPLAYED[task.state]
             if task.late_successors:
-                successors = successors + task.late_successors
-                task.late_successors = []
+                successors = [*successors, *task.late_successors]
+                task.late_successors = ()
         for after in successors:
             after.num_waiting -= 1
             if not after.num_waiting:

@@ -180,7 +180,7 @@ class Task:
         order: position in the order of submission, which decides all ties; for a recorded task, set anew in every replay.
         num_waiting: number of unfinished predecessors (an edge counts once for each time it was added).
         successors: tasks that wait for this one; for a recorded task, those of the same replay.
-        late_successors: tasks outside the replay that wait for this recorded task.
+        late_successors: tasks outside the replay that wait for this recorded task; a list once there is one.
         replicas: one replica per access while the task is admitted.
         num_arriving: number of inputs on their way to `node`.
         step: the replay of a recorded task, else None.
@@ -198,7 +198,7 @@ class Task:
     state: TaskState = "waiting"
     num_waiting: int = 0
     successors: list[Task] = field(default_factory=list)
-    late_successors: list[Task] = field(default_factory=list)
+    late_successors: list[Task] | tuple[()] = ()
     replicas: Sequence[Replica] = ()
     num_arriving: int = 0
     worker: WorkerId = HOST
