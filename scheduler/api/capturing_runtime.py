@@ -75,7 +75,7 @@ class CapturingRuntime(RecordingRuntime):
     def _attach(self, handle: Handle, source: Source) -> None:
         handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_backing=True)
         if source.scratch_nbytes:
-            nbytes = readers_nbytes(handle.record.size, source, has_gpus=self.has_gpus)
+            nbytes = readers_nbytes(handle.spec.size, source, has_gpus=self.has_gpus)
             self.reading_nbytes = max(self.reading_nbytes, rounded(nbytes))
 
     @contextmanager

@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..core.codelet import Codelet
-from ..core.records import DataClass, Kind, Mode
+from ..core.records import HandleSpec, Mode
 from ..drivers.disk import Source
-from .task_runtime import Access, Handle, TaskRuntime, Terms, View
+from .task_runtime import Access, Handle, TaskRuntime, Terms
 
 
 class InlineRuntime(TaskRuntime):
     """A runtime that runs each task when it is submitted."""
 
-    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
-        return bytearray(max(nbytes, 1))  # freed with the last reference to the handle
+    def _record(self, spec: HandleSpec) -> Any:
+        return bytearray(max(spec.nbytes, 1))  # freed with the last reference to the handle
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager with the view of the data, without waiting."""

@@ -221,7 +221,7 @@ class Runtime(RecordingRuntime):
         kinds, capacity, _, _ = ability
         nbytes = 0
         for handle, _ in accesses:
-            nbytes += handle.record.size
+            nbytes += handle.spec.size
         if nbytes > capacity:
             raise too_large(codelet, [(handle.record, mode) for handle, mode in accesses], nbytes, ability, machine)
         return kinds, pin

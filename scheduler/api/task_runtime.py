@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..core.codelet import Codelet
-from ..core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
+from ..core.memory.extents import rounded
+from ..core.records import REDUX, RW, SCRATCH, DataClass, HandleSpec, Kind, Mode, R, W, WorkerId, WorkerKind
 from ..drivers.disk import Source
 from .labels import current_contribution, current_label, labelled
 
@@ -35,11 +36,7 @@ class Handle:
 
     Args:
         record: the runtime's own record of the data; opaque to programs.
-        nbytes: exact size in bytes.
-        view: function that creates the kernel's argument from a node's memory and an offset.
-        name: name in reports and messages.
-        kind: lifetime of the data: persistent, input or temporary.
-        data_class: class of the data in reports of traffic.
+        spec: size, view, name and class of the data.
         combine: codelet called as ``combine(total RW, other R)``; required if the handle is summed in more than one lane.
         inbox: receives the record when the handle is released, by a finalizer, so that `append` must neither lock nor call back; None for no inbox.
 
@@ -50,11 +47,7 @@ class Handle:
     """
 
     record: Any
-    nbytes: int
-    view: View
-    name: str
-    kind: Kind
-    data_class: DataClass
+    spec: HandleSpec
     combine: Codelet | None
     inbox: deque[Any] | None
     written: bool = False
@@ -65,6 +58,21 @@ class Handle:
         inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
         if inbox is not None:
             inbox.append(self.record)
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size in bytes."""
+        return self.spec.nbytes
+
+    @property
+    def name(self) -> str:
+        """Name in reports and messages."""
+        return self.spec.name
+
+    @property
+    def view(self) -> View:
+        """Function that creates the kernel's argument from a node's memory and an offset."""
+        return cast(View, self.spec.view)
 
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, {self.nbytes} B)"
@@ -111,14 +119,14 @@ class TaskRuntime(abc.ABC):
         combine: Codelet | None = None,
     ) -> Handle:
         """Register data of `nbytes` bytes; memory is allocated when the first task writes it, in an `InlineRuntime` at once."""
-        record = self._record(nbytes, view, name, kind, data_class)
-        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        spec = HandleSpec(nbytes, rounded(nbytes), view, name, kind, data_class)
+        handle = Handle(self._record(spec), spec, combine, self.inbox)
         if self._note_handle is not None:
             self._note_handle(handle)
         return handle
 
     @abc.abstractmethod
-    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
+    def _record(self, spec: HandleSpec) -> Any:
         """Return the runtime's own record of new data."""
 
     def attach(self, handle: Handle, source: Source) -> None:
@@ -251,7 +259,7 @@ class TaskRuntime(abc.ABC):
     def _lane_of(self, handle: Handle, number: int) -> Handle:
         """Create a new lane of a handle."""
         name = f"{handle.name} lane {number}"
-        return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.data_class, combine=handle.combine)
+        return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.spec.data_class, combine=handle.combine)
 
     def partial_sums(self, handle: Handle, num_lanes: int, *, priority: int = 0) -> dict[int, Handle]:
         """Sum the lanes of a handle as far as the tree of `num_lanes` lanes allows while other lanes are elsewhere, and detach the sums.

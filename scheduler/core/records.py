@@ -108,11 +108,29 @@ class UseSchedule:
 
 
 @dataclass(slots=True, eq=False)
+class HandleSpec:
+    """The static facts of a piece of data, which a handle of the program, its record and the instances of a recorded step share.
+
+    Attributes:
+        nbytes: exact size; `size` is the size in the ledger (rounded up).
+        view: opaque; creates the argument of a kernel.
+        kind: lifetime of the data: persistent, input or temporary.
+        data_class: class of the data in reports of traffic.
+    """
+
+    nbytes: int
+    size: int
+    view: object
+    name: str
+    kind: Kind
+    data_class: DataClass
+
+
+@dataclass(slots=True, eq=False)
 class HandleRecord:
     """One piece of data.
 
     Attributes:
-        nbytes: exact size; `size` is the size in the ledger (rounded up).
         replicas: replica on each node that holds bytes for it.
         last_writer, readers: unfinished tasks that the next access must wait for.
         num_uses: number of accesses of unfinished tasks and of copies in progress.
@@ -123,12 +141,7 @@ class HandleRecord:
     """
 
     id: HandleId
-    nbytes: int
-    size: int
-    view: object
-    name: str
-    kind: Kind
-    data_class: DataClass
+    spec: HandleSpec
     replicas: dict[NodeId, Replica] = field(default_factory=dict)
     last_writer: Task | None = None
     readers: dict[Task, None] = field(default_factory=dict)
@@ -140,7 +153,7 @@ class HandleRecord:
     preferred_offset: int = -1
 
     def __repr__(self) -> str:
-        return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
+        return f"handle {self.id} {self.spec.name!r} ({self.spec.nbytes} B)"
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +235,7 @@ class Task:
 
 def data_of(task: Task) -> str:
     """Return the data of a task for messages: at most `MOST_SHOWN` accesses, since fused tasks may use the data of a whole step."""
-    shown = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses[:MOST_SHOWN])
+    shown = ", ".join(f"{mode} {handle.spec.name or handle.id}" for handle, mode in task.accesses[:MOST_SHOWN])
     return shown if len(task.accesses) <= MOST_SHOWN else f"{shown} and {len(task.accesses) - MOST_SHOWN} more"
 
 

@@ -122,7 +122,7 @@ class WorkerThread(threading.Thread):
         for replica in task.replicas:
             view = replica.view
             if view is None:
-                view = replica.view = replica.handle.view(memory, replica.offset)  # type: ignore[operator]
+                view = replica.view = replica.handle.spec.view(memory, replica.offset)  # type: ignore[operator]
             views.append(view)
         return views
 

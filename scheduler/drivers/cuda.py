@@ -163,7 +163,7 @@ class CudaCopier(threading.Thread):
 
     def _start(self, action: CopyTile, marks: Sequence[tuple[Flow, int]]) -> _PendingCopy:
         source, target, stream = action.source, action.target, self._stream
-        origin, goal, nbytes = self.arenas[source.node], self.arenas[target.node], source.handle.nbytes
+        origin, goal, nbytes = self.arenas[source.node], self.arenas[target.node], source.handle.spec.nbytes
         try:
             copy = _PendingCopy(action, self._event(), self._event())
             for flow, number in marks:

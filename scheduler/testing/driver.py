@@ -44,6 +44,7 @@ from ..core.records import (
     SCRATCH,
     HandleId,
     HandleRecord,
+    HandleSpec,
     Mode,
     NodeId,
     R,
@@ -113,7 +114,7 @@ class FakeDriver:
     def handle(self, pages: int = 1, name: str = "") -> HandleRecord:
         """Return a new handle of `pages` pages."""
         number = HandleId(len(self.handles))
-        record = HandleRecord(number, pages * PAGE - 8, pages * PAGE, None, name or f"h{number}", "temporary", "activations")
+        record = HandleRecord(number, HandleSpec(pages * PAGE - 8, pages * PAGE, None, name or f"h{number}", "temporary", "activations"))
         self.handles.append(record)
         return record
 
@@ -297,7 +298,7 @@ class FakeDriver:
     @property
     def routes(self) -> list[tuple[str, int, int]]:
         """Copies in progress as (name of the handle, source, target), oldest first."""
-        return [(copy.source.handle.name, copy.source.node, copy.target.node) for copy in self.copying]
+        return [(copy.source.handle.spec.name, copy.source.node, copy.target.node) for copy in self.copying]
 
     def drain(self, choose: Callable[[int], int] = lambda number: 0) -> None:
         """End all tasks and copies, in the order that `choose` picks."""
@@ -313,13 +314,13 @@ class FakeDriver:
         if replica.node == FILE:
             return self.files[replica.handle]
         memory = self.memory[replica.node]
-        values = {memory.get(page, 0) for page in range(replica.offset, replica.offset + replica.handle.size, PAGE)}
+        values = {memory.get(page, 0) for page in range(replica.offset, replica.offset + replica.handle.spec.size, PAGE)}
         if len(values) != 1:
             raise Wrong(f"the pages of {replica.handle!r} on node {replica.node} disagree: {sorted(values)}")
         return values.pop()
 
     def _store(self, replica: Replica, value: int) -> None:
-        self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.size, PAGE), value))
+        self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.spec.size, PAGE), value))
 
     def _check_files(self) -> None:
         found = [handle for handle in self.handles if FILE in handle.replicas]
@@ -393,4 +394,4 @@ class FakeStep:
                 self.driver.release(twin)
 
     def _clone(self, handle: HandleRecord) -> HandleRecord:
-        return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
+        return self.driver.handle(handle.spec.size // PAGE, f"{handle.spec.name}'")

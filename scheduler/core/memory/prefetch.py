@@ -117,14 +117,14 @@ class Lookahead:
                 replica = handle.replicas.get(node)
                 if replica is not None and replica.state != "reserved" and (replica.last_use or not self.is_only):
                     continue
-                reach -= handle.size
+                reach -= handle.spec.size
                 if replica is not None or not handle.replicas or (mode != R and mode != RW):
                     continue
                 outcome = self._fetch(handle, replay, position, queued, actions)
                 if outcome == "nothing":
                     continue
                 self._waits = self._waits or outcome != "started"
-                queued += handle.size if outcome == "full link" else 0
+                queued += handle.spec.size if outcome == "full link" else 0
                 limit -= outcome == "started"
                 if not limit or outcome == "no room":
                     return False
@@ -198,22 +198,22 @@ class Lookahead:
             return "full link"
         if is_in_use(handle):
             return "in use"  # the program may be writing it elsewhere
-        if queued and replicas.free_bytes(node_id) < queued + handle.size:
+        if queued and replicas.free_bytes(node_id) < queued + handle.spec.size:
             return "no room"
         node = replicas.nodes[node_id]
         keeps = node.extents.keeps_offsets
-        offset = node.take(handle.size, handle.data_class, handle.preferred_offset if keeps else -1)
+        offset = node.take(handle.spec.size, handle.spec.data_class, handle.preferred_offset if keeps else -1)
         if offset is None:
             candidates, later_than = replicas.candidates[node_id], replicas.foresight.order + distance
             if self._failed == (handle, later_than, candidates.num_changes):
                 return "no room"
-            plan = candidates.plan_droppable([handle.size], later_than)
+            plan = candidates.plan_droppable([handle.spec.size], later_than)
             if plan is None:
                 self._failed = handle, later_than, candidates.num_changes
                 return "no room"
             (offset,), victims = plan
             replicas.evict(victims, actions)
-            node.take_at(offset, handle.size, handle.data_class)
+            node.take_at(offset, handle.spec.size, handle.spec.data_class)
         if keeps:
             handle.preferred_offset = offset
         node.mark()
