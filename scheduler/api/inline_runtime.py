@@ -41,8 +41,13 @@ class InlineRuntime(TaskRuntime):
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         if codelet.cpu is None:
             raise ValueError(f"{codelet!r} has no CPU implementation; register one or use a runtime with its device")
-        return ("cpu",), None
+        return ("cpu",), None, None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         assert codelet.cpu is not None  # checked by _examine()
+        condition = terms[2]
+        if condition is not None and condition.guard >= 0:
+            guard, _ = accesses[condition.guard]
+            if not bytes(guard.view(guard.record, 0))[condition.number]:
+                return
         codelet.cpu(*[handle.view(handle.record, 0) for handle, _ in accesses], **constants)

@@ -22,7 +22,7 @@ from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from .labels import current_label
 from .placement import kinds_beside
-from .task_runtime import Handle, TaskRuntime
+from .task_runtime import Handle, TaskRuntime, Terms
 
 FIRST: Final = 1 << 40
 """Priority of the copies of inputs, above all others, so that they run as soon as any worker is free."""
@@ -144,19 +144,19 @@ class Recorder:
     def enter_task(
         self,
         codelet: Codelet,
-        kinds: tuple[WorkerKind, ...],
         accesses: Sequence[tuple[Handle, Mode]],
         constants: Mapping[str, Any],
         priority: int,
-        pin: WorkerId | None,
+        terms: Terms,
     ) -> None:
         """Capture one task. The step keeps references to the program's handles that it uses."""
+        kinds, pin, condition = terms
         for handle, _ in accesses:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.spec.kind == "input" else handle.record, mode) for handle, mode in accesses)
         aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
-        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, label=current_label(), aside=aside)
+        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, condition, label=current_label(), aside=aside)
         task.num_clones, task.clone_share = int(codelet.again > 0), codelet.again
         self.tasks.append(task)
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from ..core.codelet import Codelet
 from ..core.memory.extents import rounded
-from ..core.records import REDUX, RW, SCRATCH, DataClass, HandleSpec, Kind, Mode, R, W, WorkerId, WorkerKind
+from ..core.records import REDUX, RW, SCRATCH, Condition, DataClass, HandleSpec, Kind, Mode, R, W, WorkerId, WorkerKind
 from ..drivers.disk import Source
 from .labels import current_contribution, current_label, labelled
 
@@ -80,8 +80,8 @@ class Handle:
 
 Access = tuple[Handle, Mode]
 
-Terms = tuple[tuple[WorkerKind, ...], WorkerId | None]
-"""Kinds of workers that may run a task, and the only worker that may, if the program has pinned the task."""
+Terms = tuple[tuple[WorkerKind, ...], WorkerId | None, Condition | None]
+"""Kinds of workers that may run a task; the only worker that may, if the program has pinned the task; and the task's condition."""
 
 
 class TaskRuntime(abc.ABC):
@@ -184,6 +184,7 @@ class TaskRuntime(abc.ABC):
         constants: Mapping[str, Any] | None = None,
         *,
         priority: int = 0,
+        condition: Condition | None = None,
     ) -> None:
         """Submit a task: `codelet` over `accesses`.
 
@@ -191,14 +192,18 @@ class TaskRuntime(abc.ABC):
             accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
             constants: keyword arguments of the kernel.
             priority: tasks of larger priority run earlier among ready tasks, under policies that use priorities.
+            condition: the flag on which the task depends, or the flags that it writes for later tasks; None for neither.
 
         Raises:
-            ValueError: a handle appears twice, or no worker can run the codelet.
+            ValueError: a handle appears twice, no worker can run the codelet, or the condition does not match the accesses.
         """
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
         terms = self._examine(codelet, accesses)
+        if condition is not None:
+            _check_condition(codelet, accesses, condition)
+            terms = terms[0], terms[1], condition
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
                 if handle.lanes is not None and (mode == R or mode == RW):
@@ -323,6 +328,24 @@ class TaskRuntime(abc.ABC):
         """Combine the lanes of all handles: a recorded step neither begins nor ends with partial sums."""
         for handle in sorted(self._summing, key=lambda handle: handle.name):
             self._combine(handle)
+
+
+def _check_condition(codelet: Codelet, accesses: Sequence[Access], condition: Condition) -> None:
+    """Raise `ValueError` unless the condition of a task matches its accesses."""
+    modes = [mode for _, mode in accesses]
+    for what, position, allowed in (("flag is read", condition.guard, (R,)), ("flags are written", condition.flags, (W, RW))):
+        if position >= 0 and (position >= len(modes) or modes[position] not in allowed):
+            mode = modes[position] if position < len(modes) else "none"
+            raise ValueError(
+                f"the access number {position} of {codelet!r}, by which a {what}, must exist with mode {' or '.join(allowed)}, got {mode}; "
+                "name another access in the condition"
+            )
+    if condition.guard < 0:
+        return
+    if REDUX in modes:
+        raise ValueError(f"{codelet!r} depends on a flag, so it may add to a sum but not begin one, got mode REDUX; fill the data first, and use RW")
+    if codelet.host is not None:
+        raise ValueError(f"{codelet!r} depends on a flag, so it must run on a worker, got a host operation; submit it without a condition")
 
 
 def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:

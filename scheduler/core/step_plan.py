@@ -80,6 +80,7 @@ class _Use:
     modes: list[Mode] = field(default_factory=list)  # of `positions`
     leaves: Set[int] = frozenset()  # of `positions`
     num_uses: int = 0
+    num_conditional: int = 0
     needs_data: bool = False
 
 
@@ -119,6 +120,7 @@ class StepPlan:
                 if use is None:
                     use = self.uses[handle] = _Use()
                 self._enter(use, position, mode, waits)
+                use.num_conditional += task.condition is not None and task.condition.guard >= 0
             self.predecessors.append(waits)
             for before in sorted(waits):
                 self.successors[before].append(position)
@@ -336,7 +338,7 @@ class StepPlan:
         for handle, use in self.uses.items():
             record = records.get(handle, handle)
             if record.released:
-                record.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay)
+                record.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay, use.num_conditional == use.num_uses)
             if handle not in twins or not record.released:
                 replay.shared.append(self._share(record, use, replay))
         for shared in replay.shared:
@@ -370,7 +372,7 @@ class StepPlan:
             [tasks[position] for position in use.readers],
             use.num_uses,
             use.needs_data,
-            UseSchedule(use.positions, use.modes, use.leaves),
+            UseSchedule(use.positions, use.modes, use.leaves, is_conditional=use.num_conditional == use.num_uses),
         )
 
 

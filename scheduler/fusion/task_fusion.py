@@ -170,7 +170,7 @@ def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool], *, 
         seen.update(handles)
         most |= live
         is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
-        is_alike = is_alike and task.priority == begin.priority and (updates[first] or not updates[position])
+        is_alike = is_alike and task.condition is None and task.priority == begin.priority and (updates[first] or not updates[position])
         if not is_alike or most.total() + outer > limit:
             return max(position, first + 1)
         for handle in handles:

@@ -195,8 +195,8 @@ class _Groups:
 
 
 def _is_plain(task: RecordedTask) -> bool:
-    """Whether any CPU worker may run the task."""
-    return task.kinds[0] == "cpu" and task.pin is None and not task.aside
+    """Whether any CPU worker may run the task, and always does."""
+    return task.kinds[0] == "cpu" and task.pin is None and not task.aside and task.condition is None
 
 
 def _transitive_reduction(predecessors: Sequence[Set[int]]) -> dict[int, set[int]]:

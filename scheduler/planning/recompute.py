@@ -117,7 +117,7 @@ class Values:
             return None
         after = max(range(num_writers, len(uses)), key=lambda index: uses[index] - uses[index - 1])  # the widest gap ends there
         last = self.plan.tasks[uses[num_writers - 1]]
-        tail = last.codelet.tail if isinstance(last.codelet, Codelet) and num_writers == 1 else None
+        tail = last.codelet.tail if isinstance(last.codelet, Codelet) and num_writers == 1 and last.condition is None else None
         if tail is not None and handle in (last.accesses[index][0] for index in tail.writes):
             production: tuple[int, ...] | None = (uses[0],)
             tasks = [_tail_of(last, tail)]

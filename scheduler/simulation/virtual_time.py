@@ -328,6 +328,7 @@ def _detached(plan: StepPlan) -> StepPlan:
             task.constants,
             task.priority,
             task.pin,
+            task.condition,
             aside=task.aside,
         )
         for task in plan.tasks

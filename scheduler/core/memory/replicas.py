@@ -19,13 +19,13 @@ from ..events import Action, DiscardExtent
 from ..records import FILE, NEWEST, RAM, SCRATCH, HandleId, HandleRecord, HandleSpec, NodeId, R, Replica, Task
 from ..shortage import AccessSize, Shortage
 from . import coherence
-from .eviction_policies import EvictionPolicy, Foresight
+from .eviction_policies import RECENT_USES, EvictionPolicy, Foresight
 from .extents import rounded
 from .hole_search import ExtentPlan
 from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
-from .victim_selection import Candidates, is_droppable
+from .victim_selection import Candidates, is_droppable, is_unused
 
 
 class Replicas:
@@ -213,6 +213,18 @@ class Replicas:
         self.nodes[node_id].occupy(replica)
         self.candidates[node_id].enter(replica)
         return replica
+
+    def note_decision(self, task: Task, share: float, *, is_set: bool) -> None:
+        """Note whether a conditional task runs, in the use rates of the data that only such tasks use; `share` is the rate before the first use."""
+        for handle, mode in task.accesses:
+            use_schedule = handle.use_schedule
+            if mode == SCRATCH or use_schedule is None or not use_schedule.is_conditional:
+                continue
+            rate = share if handle.use_rate < 0 else handle.use_rate
+            handle.use_rate = rate + (is_set - rate) / RECENT_USES
+            for replica in () if is_set else handle.replicas.values():  # its next use is further away now
+                if is_unused(replica) and not replica.is_backing:
+                    self.candidates[replica.node].add(replica)
 
     def unpin(self, replica: Replica) -> None:
         """Remove one user; a replica used only by copies becomes a candidate for eviction."""

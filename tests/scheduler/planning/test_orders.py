@@ -33,7 +33,7 @@ def test_every_candidate_of_any_graph_is_a_topological_order(data: st.DataObject
     modes = {"persistent": ("R", "W", "RW", "SCRATCH"), "input": ("R",), "temporary": ("R", "W", "RW", "SCRATCH")}
     for _ in range(data.draw(st.integers(0, 25))):
         chosen = data.draw(st.lists(st.sampled_from(tiles), max_size=4, unique=True))
-        accesses = [(tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen]
+        accesses = [(tile, data.draw(st.sampled_from(modes[tile.spec.kind]))) for tile in chosen]
         builder.label(data.draw(st.sampled_from(("forward", "update"))))
         builder.task(data.draw(st.sampled_from("abc")), *accesses, kind=data.draw(st.sampled_from(("cpu", "host"))))
     plan = builder.plan()
