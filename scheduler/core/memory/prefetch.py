@@ -111,7 +111,7 @@ class Lookahead:
         queued = 0  # bytes that wait for a full link, and are used before those that follow
         for replay, position in islice(self._tasks_ahead(), TASKS):
             task = replay.tasks[position]
-            if task.state not in _TO_COME or not self._will_run(replay, task):
+            if task.state not in _TO_COME or not replicas.foresight.will_run(replay, task):
                 continue
             for handle, mode in task.accesses:
                 replica = handle.replicas.get(node)
@@ -140,16 +140,6 @@ class Lookahead:
             for position in self._positions_ahead(replay):
                 if not done[position] and not tasks[position].spec.aside:
                     yield replay, position
-
-    def _will_run(self, replay: Replay, task: Task) -> bool:
-        """Whether a task will run; a conditional one whose flag is unknown may be skipped, and its data is not fetched ahead."""
-        condition = task.spec.condition
-        if condition is None or condition.guard < 0:
-            return True
-        guard = task.accesses[condition.guard][0]
-        if guard.flags is None or self.replicas.foresight.will_change(guard, replay, task.position):
-            return False
-        return guard.flags[condition.number] != 0
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:
         """Return the positions of the tasks that run on this node; some may have ended."""
@@ -182,7 +172,7 @@ class Lookahead:
     def _fetch_for(self, replay: Replay, position: int, actions: list[Action]) -> bool:
         """Fetch the data that a task misses; return False if that must wait."""
         task = replay.tasks[position]
-        if replay.done[position] or task.state not in _TO_COME or not self._will_run(replay, task):
+        if replay.done[position] or task.state not in _TO_COME or not self.replicas.foresight.will_run(replay, task):
             return True
         for handle, mode in task.accesses:
             if self.node in handle.replicas or not handle.replicas or (mode != R and mode != RW):
