@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Final, Self
 
 from scheduler import CapturingRuntime, Codelet
 from scheduler.machine import FILE, POLICIES, RecordedTask, StepPlan
@@ -74,7 +74,7 @@ class CapturedStep:
     recorded: StepPlan | None = None
     symbols: StepSymbols | None = None
 
-    def recomputing(self, recompute: str) -> CapturedStep:
+    def recomputing(self, recompute: str) -> Self:
         """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.
 
         Raises:

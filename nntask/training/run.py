@@ -160,7 +160,7 @@ def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     lower = "--minibatch" if run.start.resumed is None else ""
 
     def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
-        return model.open(run.planned(order.name, order.recompute), runtime)
+        return model.open(run, runtime, step, order)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 

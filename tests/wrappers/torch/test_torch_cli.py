@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,9 @@ from nntask import UsageError  # noqa: E402
 from nntask.data import BatchStream, DataSpec, open_dataset  # noqa: E402
 from nntask.data.sampler import Windows  # noqa: E402
 from nntask.optim.lr_schedule import make_schedule  # noqa: E402
+from scheduler.api.recording import Recorder  # noqa: E402
 from wrappers.cli import main  # noqa: E402
+from wrappers.torch.capture.capture import capture  # noqa: E402
 from wrappers.torch.trainer.collation import Collator, load_tokenizer  # noqa: E402
 from wrappers.torch.trainer.language import language_config  # noqa: E402
 
@@ -111,6 +116,29 @@ def test_losses_are_those_of_transformers_with_any_memory(here: Path, family: st
     assert train(family, "c", "--sim-gpu=2", "--gpu-memory=8MB") == found
     code, err = refuse(capsys, ["train", f"--init-from={family}", *FLAGS, f"--ram={least - 1000}", "--disk=scratch"])
     assert (code, "--ram" in err, "ram=" in err.replace("--ram=", "")) == (3, True, False), err
+
+
+@pytest.mark.parametrize("more", [[], ["--dropout=0.1"], ["--ram=4MiB", "--disk=scratch", "--ncpu=1"]], ids=["", "dropout", "short memory"])
+def test_a_step_is_captured_and_recorded_once(here: Path, more: list[str]) -> None:
+    """By the check before memory is taken; the session runs that step on its own tensors, in a resumed run as well."""
+    assert count_calls(lambda: train("electra", "a", *more)) == {"capture": 1, "finish": 1}
+    assert count_calls(lambda: main(["train", "--resume=a", "--steps=5"])) == {"capture": 1, "finish": 1}
+
+
+def count_calls(program: Callable[[], object]) -> dict[str, int]:
+    """The number of passes that a program has captured, and of steps that it has recorded."""
+    counted = {capture.__code__: 0, Recorder.finish.__code__: 0}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in counted:
+            counted[frame.f_code] += 1
+
+    sys.setprofile(note)
+    try:
+        program()
+    finally:
+        sys.setprofile(None)
+    return {code.co_name: count for code, count in counted.items()}
 
 
 @pytest.mark.parametrize("family", MOSTLY)
