@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from typing import Final, Self
 
-from scheduler import CapturingRuntime, Codelet
+from scheduler import CapturingRuntime, Codelet, TaskRuntime
 from scheduler.machine import FILE, POLICIES, RecordedTask, StepPlan
 from scheduler.planning import (
     AUTO,
@@ -42,6 +42,7 @@ from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
+from ..models.language import LanguageModel
 from .needs import Needs, shortage
 from .virtual_replay import replay_seconds
 
@@ -110,12 +111,18 @@ def does_not_fit(target: MachineModel, needs: Needs, changes: Sequence[str]) -> 
     return DoesNotFit(lack.fact, f"it would fit with {', or '.join(changes)}", shortage=lack)
 
 
-def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
+def capture(
+    run: RunConfig,
+    num_minibatches: int | None = None,
+    frozen_base: FrozenBase | None = None,
+    build: Callable[[TaskRuntime], LanguageModel] | None = None,
+) -> CapturedStep:
     """Capture the model and the step of a run, from shapes.
 
     Args:
         num_minibatches: number of minibatches of a step; that of the run by default.
         frozen_base: frozen weights of a run with adapters.
+        build: function that builds the model with the files of its weights; None for the model and the files that the run starts from.
 
     Raises:
         UsageError: the step has more than `MOST_TASKS` tasks.
@@ -138,11 +145,7 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     _LOG.info("capturing a step of %d minibatches", count)
     machine = run.machine
     runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
-    model = build_model(run.model, runtime)
-    if frozen_base is not None:
-        frozen_base.attach(model)
-    elif (start := _start(run)) is not None:
-        start.attach(base_tensors(model))
+    model = _built(run, runtime, frozen_base) if build is None else build(runtime)
     optimizer = build_optimizer(model, run.optimizer, on_cpu=run.step.update_on == "cpu")
     objective = run.data.objective
     inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
@@ -161,6 +164,16 @@ def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
     """Return the bytes of tiles that no task of a step touches, such as rows of positions that no sequence reaches. Tiles in files do not count."""
     records = {handle.record for tensor in tensors for handle in tensor.handles}
     return sum(record.size for record in records if record not in plan.uses and FILE not in record.replicas)
+
+
+def _built(run: RunConfig, runtime: TaskRuntime, frozen_base: FrozenBase | None) -> LanguageModel:
+    """Return the model of a run, with the files that its weights start from."""
+    model = build_model(run.model, runtime)
+    if frozen_base is not None:
+        frozen_base.attach(model)
+    elif (start := _start(run)) is not None:
+        start.attach(base_tensors(model))
+    return model
 
 
 def _start(run: RunConfig) -> ModelDirectory | None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import refuse
+from support.counted_calls import count_calls
 from support.language_directories import write_language_model
 from support.model_directories import losses
 
@@ -121,24 +119,8 @@ def test_losses_are_those_of_transformers_with_any_memory(here: Path, family: st
 @pytest.mark.parametrize("more", [[], ["--dropout=0.1"], ["--ram=4MiB", "--disk=scratch", "--ncpu=1"]], ids=["", "dropout", "short memory"])
 def test_a_step_is_captured_and_recorded_once(here: Path, more: list[str]) -> None:
     """By the check before memory is taken; the session runs that step on its own tensors, in a resumed run as well."""
-    assert count_calls(lambda: train("electra", "a", *more)) == {"capture": 1, "finish": 1}
-    assert count_calls(lambda: main(["train", "--resume=a", "--steps=5"])) == {"capture": 1, "finish": 1}
-
-
-def count_calls(program: Callable[[], object]) -> dict[str, int]:
-    """The number of passes that a program has captured, and of steps that it has recorded."""
-    counted = {capture.__code__: 0, Recorder.finish.__code__: 0}
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code in counted:
-            counted[frame.f_code] += 1
-
-    sys.setprofile(note)
-    try:
-        program()
-    finally:
-        sys.setprofile(None)
-    return {code.co_name: count for code, count in counted.items()}
+    assert count_calls(lambda: train("electra", "a", *more), capture, Recorder.finish) == [1, 1]
+    assert count_calls(lambda: main(["train", "--resume=a", "--steps=5"]), capture, Recorder.finish) == [1, 1]
 
 
 @pytest.mark.parametrize("family", MOSTLY)
