@@ -43,6 +43,7 @@ from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
 from ..models.language import LanguageModel
+from ..optim.sharded import DataShard, Exchange, Transport
 from .needs import Needs, shortage
 from .virtual_replay import replay_seconds
 
@@ -116,6 +117,7 @@ def capture(
     num_minibatches: int | None = None,
     frozen_base: FrozenBase | None = None,
     build: Callable[[TaskRuntime], LanguageModel] | None = None,
+    share: tuple[DataShard, Transport] | None = None,
 ) -> CapturedStep:
     """Capture the model and the step of a run, from shapes.
 
@@ -123,12 +125,42 @@ def capture(
         num_minibatches: number of minibatches of a step; that of the run by default.
         frozen_base: frozen weights of a run with adapters.
         build: function that builds the model with the files of its weights; None for the model and the files that the run starts from.
+        share: this node's shard of the step and its connection to the others; None for a step on one machine.
+
+    Raises:
+        UsageError: the step has more than `MOST_TASKS` tasks.
+    """
+    if share is None:
+        count = run.step.num_minibatches if num_minibatches is None else num_minibatches
+    else:
+        count = len(share[0].minibatches)
+    check_num_tasks(run, count)
+    _LOG.info("capturing a step of %d minibatches", count)
+    machine = run.machine
+    runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
+    model = _built(run, runtime, frozen_base) if build is None else build(runtime)
+    exchange = None if share is None else Exchange([p for p in model.parameters() if p.trainable], *share)
+    tiles_of = None if exchange is None else exchange.tiles_of
+    optimizer = build_optimizer(model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
+    objective = run.data.objective
+    inputs = [model.inputs(run.step.minibatch, run.model.seq_len, objective.names, objective.target_length) for _ in range(count)]
+    with runtime.record():
+        losses, squares = emit_training_step(model, optimizer, inputs, exchange)
+    plan = runtime.plan
+    plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
+    symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
+    trained, frozen = model.trained_tensors(), model.frozen_tensors()
+    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
+    return captured.recomputing(run.step.recompute)
+
+
+def check_num_tasks(run: RunConfig, count: int) -> None:
+    """Refuse a step of `count` minibatches that has too many tasks to be captured.
 
     Raises:
         UsageError: the step has more than `MOST_TASKS` tasks.
     """
     size, length = run.step.minibatch, run.model.seq_len
-    count = run.step.num_minibatches if num_minibatches is None else num_minibatches
     if (num_tasks := TASKS_PER_WORK * count * work_of(run)) > MOST_TASKS:
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {length:,} "
@@ -142,22 +174,6 @@ def capture(
             "positions",
             f"lower {config.positions_key} in the config or enlarge the tiles",
         )
-    _LOG.info("capturing a step of %d minibatches", count)
-    machine = run.machine
-    runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
-    model = _built(run, runtime, frozen_base) if build is None else build(runtime)
-    optimizer = build_optimizer(model, run.optimizer, on_cpu=run.step.update_on == "cpu")
-    objective = run.data.objective
-    inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
-    with runtime.record():
-        losses, squares = emit_training_step(model, optimizer, inputs)
-    assert squares is not None  # the step of a whole batch has it
-    plan = runtime.plan
-    plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
-    trained, frozen = model.trained_tensors(), model.frozen_tensors()
-    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
-    return captured.recomputing(run.step.recompute)
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:

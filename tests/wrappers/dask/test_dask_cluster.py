@@ -37,6 +37,7 @@ from nntask.engine.interface import NodesChanged
 from nntask.errors import ClusterError, DataError, UsageError
 from nntask.hardware import gpus
 from nntask.hardware.gpus import CudaCards
+from nntask.planning import capture
 from nntask.training.continuation import _besides
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import CupyNccl
@@ -575,7 +576,7 @@ def late(here: Path, connection: Connection) -> Iterator[Late]:
         asked = request([*TRAIN[1:], own, "--steps=2", "--run-dir=run", f"--dask={connection.address}", *flags], os.environ)
         run = resolve(asked.settings, asked.config)
         dataset = open_dataset(run.data)
-        return found, lambda: found.open(run, dataset, print), addresses[:number]
+        return found, lambda: found.open(run, capture(run, 1), dataset, print), addresses[:number]
 
     yield make
     connection.client.run(prepare_worker, str(ROOT), gpus.cards, exchange.CONNECT_SECONDS)
