@@ -514,7 +514,7 @@ def used(dask_worker: Any) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's allocator")
 def test_nodes_give_back_what_opening_and_checkpoints_have_freed(late: Late, connection: Connection) -> None:
     """When they have opened, with the first step after tensors were read, and when they close."""
-    _, open_nodes, (worker,) = late(1)
+    _, open_nodes, (worker,) = late(1, "--ngpu=0")
 
     def run(function: Callable[..., int]) -> int:
         found: int = connection.client.run(function, workers=[worker])[worker]
@@ -584,7 +584,7 @@ def late(here: Path, connection: Connection) -> Iterator[Late]:
 
 def test_a_late_worker_that_cannot_take_part_is_left_out(late: Late, tmp_path: Path, connection: Connection) -> None:
     """One without the data: the run goes on with the others, one that has come with it among them, and the one is not asked again."""
-    found, open_nodes, (old, bad, good) = late(3)
+    found, open_nodes, (old, bad, good) = late(3, "--ngpu=0")
     connection.client.run(os.chdir, str(tmp_path.parent), workers=[bad])
     with pytest.raises(NodesChanged, match=rf"worker {bad} cannot take part \(") as change, open_nodes():
         pass
@@ -597,7 +597,7 @@ def test_a_late_worker_that_cannot_take_part_is_left_out(late: Late, tmp_path: P
 
 def test_an_error_of_an_old_node_is_not_blamed_on_late_ones(late: Late, tmp_path: Path, connection: Connection) -> None:
     """Its data is gone, which would be so without them: it is raised, and nobody is refused."""
-    found, open_nodes, (old, *_) = late(3)
+    found, open_nodes, (old, *_) = late(3, "--ngpu=0")
     connection.client.run(os.chdir, str(tmp_path.parent), workers=[old])
     with pytest.raises(DataError), open_nodes():
         pass
