@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -376,6 +377,8 @@ class TrainingNode:
             del _JOBS[self.worker_name]
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # no new thread would start, and the process ends anyway
+            return
         if not self._closed:  # Dask has dropped the actor of a lost client; closing must not block the worker's event loop
             with contextlib.suppress(Exception):
                 threading.Thread(target=self._close, name="nntask end", daemon=True).start()
