@@ -12,6 +12,7 @@ that memory holds the weights once. `load_into` returns the values.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,7 +44,7 @@ from ..tasks.chains import ChainCompiler
 from ..tasks.cuts import tiles_of
 from .arguments import grouped, signature
 from .files import SessionFiles
-from .hosting import Host
+from .hosting import Host, end_dropped
 from .memory import release_unused
 from .python_state import bring_into_python, host_values, undone_on_failure, write_step
 from .recording import StepRecorder
@@ -117,6 +118,8 @@ class Session(SessionFiles):
         self._started: deque[StartedStep] = deque()
         tiles = tiles_of(module.named_parameters(), parse_size(str(execution.largest_tile), "largest_tile"))
         self._host = Host(module, resources)
+        self._dropped = weakref.finalize(self, end_dropped, self._host)
+        self._dropped.atexit = False
         self.runtime: Runtime = self._host.runtime
         try:
             with self._host.user_errors(), self._taken(tiles):
@@ -354,6 +357,7 @@ class Session(SessionFiles):
     def close(self) -> None:
         """End the workers and free all memory; parameters are lost unless they were saved. Idempotent."""
         self._is_closed = True
+        self._dropped.detach()
         self._guards.close()
         self._host.close()
 
