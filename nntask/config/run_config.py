@@ -253,11 +253,6 @@ class LanguageRun:
             settings=replace(self.settings, resources=resources),
         )
 
-    def planned(self, order: str, recompute: str) -> Self:
-        """Return the run with the order that a planner has chosen and, if --recompute is auto, the values to recompute in it."""
-        run = self.in_order(order)
-        return run.recomputing(recompute) if self.step.recompute == "auto" else run
-
 
 def with_kept_template(data: DataSpec, checkpoint: Checkpoint) -> DataSpec:
     """Return the data of a resumed run, with the chat template that its checkpoint keeps if the file of the template is gone."""

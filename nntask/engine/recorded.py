@@ -82,12 +82,12 @@ class StepSymbols:
     Attributes:
         data: data that exists before the step, by name (`named_data`).
         losses: loss (1,) of each minibatch.
-        squares: sum of squares of the gradient (1,).
+        squares: sum of squares of the gradient (1,); None on a node that does not have it.
     """
 
     data: Mapping[str, Binding]
     losses: Sequence[TileTensor]
-    squares: TileTensor
+    squares: TileTensor | None
 
 
 class PlannedStep(NamedTuple):

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Final, Self
 
-from scheduler import CapturingRuntime, Codelet
+from scheduler import CapturingRuntime, Codelet, TaskRuntime
 from scheduler.machine import FILE, POLICIES, RecordedTask, StepPlan
 from scheduler.planning import (
     AUTO,
@@ -42,6 +42,8 @@ from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
+from ..models.language import LanguageModel
+from ..optim.sharded import DataShard, Exchange, Transport
 from .needs import Needs, shortage
 from .virtual_replay import replay_seconds
 
@@ -74,7 +76,7 @@ class CapturedStep:
     recorded: StepPlan | None = None
     symbols: StepSymbols | None = None
 
-    def recomputing(self, recompute: str) -> CapturedStep:
+    def recomputing(self, recompute: str) -> Self:
         """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.
 
         Raises:
@@ -110,18 +112,55 @@ def does_not_fit(target: MachineModel, needs: Needs, changes: Sequence[str]) -> 
     return DoesNotFit(lack.fact, f"it would fit with {', or '.join(changes)}", shortage=lack)
 
 
-def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
+def capture(
+    run: RunConfig,
+    num_minibatches: int | None = None,
+    frozen_base: FrozenBase | None = None,
+    build: Callable[[TaskRuntime], LanguageModel] | None = None,
+    share: tuple[DataShard, Transport] | None = None,
+) -> CapturedStep:
     """Capture the model and the step of a run, from shapes.
 
     Args:
         num_minibatches: number of minibatches of a step; that of the run by default.
         frozen_base: frozen weights of a run with adapters.
+        build: function that builds the model with the files of its weights; None for the model and the files that the run starts from.
+        share: this node's shard of the step and its connection to the others; None for a step on one machine.
+
+    Raises:
+        UsageError: the step has more than `MOST_TASKS` tasks.
+    """
+    if share is None:
+        count = run.step.num_minibatches if num_minibatches is None else num_minibatches
+    else:
+        count = len(share[0].minibatches)
+    check_num_tasks(run, count)
+    _LOG.info("capturing a step of %d minibatches", count)
+    machine = run.machine
+    runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
+    model = _built(run, runtime, frozen_base) if build is None else build(runtime)
+    exchange = None if share is None else Exchange([p for p in model.parameters() if p.trainable], *share)
+    tiles_of = None if exchange is None else exchange.tiles_of
+    optimizer = build_optimizer(model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
+    objective = run.data.objective
+    inputs = [model.inputs(run.step.minibatch, run.model.seq_len, objective.names, objective.target_length) for _ in range(count)]
+    with runtime.record():
+        losses, squares = emit_training_step(model, optimizer, inputs, exchange)
+    plan = runtime.plan
+    plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
+    symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
+    trained, frozen = model.trained_tensors(), model.frozen_tensors()
+    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
+    return captured.recomputing(run.step.recompute)
+
+
+def check_num_tasks(run: RunConfig, count: int) -> None:
+    """Refuse a step of `count` minibatches that has too many tasks to be captured.
 
     Raises:
         UsageError: the step has more than `MOST_TASKS` tasks.
     """
     size, length = run.step.minibatch, run.model.seq_len
-    count = run.step.num_minibatches if num_minibatches is None else num_minibatches
     if (num_tasks := TASKS_PER_WORK * count * work_of(run)) > MOST_TASKS:
         raise UsageError(
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tasks:,}: {count:,} x {size:,} sequences of {length:,} "
@@ -135,32 +174,22 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
             "positions",
             f"lower {config.positions_key} in the config or enlarge the tiles",
         )
-    _LOG.info("capturing a step of %d minibatches", count)
-    machine = run.machine
-    runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
-    model = build_model(run.model, runtime)
-    if frozen_base is not None:
-        frozen_base.attach(model)
-    elif (start := _start(run)) is not None:
-        start.attach(base_tensors(model))
-    optimizer = build_optimizer(model, run.optimizer, on_cpu=run.step.update_on == "cpu")
-    objective = run.data.objective
-    inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
-    with runtime.record():
-        losses, squares = emit_training_step(model, optimizer, inputs)
-    assert squares is not None  # the step of a whole batch has it
-    plan = runtime.plan
-    plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
-    trained, frozen = model.trained_tensors(), model.frozen_tensors()
-    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
-    return captured.recomputing(run.step.recompute)
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
     """Return the bytes of tiles that no task of a step touches, such as rows of positions that no sequence reaches. Tiles in files do not count."""
     records = {handle.record for tensor in tensors for handle in tensor.handles}
     return sum(record.spec.size for record in records if record not in plan.uses and FILE not in record.replicas)
+
+
+def _built(run: RunConfig, runtime: TaskRuntime, frozen_base: FrozenBase | None) -> LanguageModel:
+    """Return the model of a run, with the files that its weights start from."""
+    model = build_model(run.model, runtime)
+    if frozen_base is not None:
+        frozen_base.attach(model)
+    elif (start := _start(run)) is not None:
+        start.attach(base_tensors(model))
+    return model
 
 
 def _start(run: RunConfig) -> ModelDirectory | None:

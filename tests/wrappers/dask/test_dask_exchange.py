@@ -16,8 +16,10 @@ from weakref import ref
 import numpy as np
 import pytest
 from distributed.comm import connect
+from support.counted_calls import count_calls
 from support.dask_nodes import BATCH, LENGTH, nodes, run_of, train
 from support.deadline import DEADLINE
+from support.plans import shape_of
 
 from nntask.config.run_config import RunConfig
 from nntask.data import Batch
@@ -26,12 +28,14 @@ from nntask.engine.recorded import RecordedEngine, build_optimizer, emit_trainin
 from nntask.errors import UsageError
 from nntask.optim.sharded import DataShard, Exchange, buckets_of, data_shards, most_nodes
 from scheduler import CapturingRuntime, Codelet, InlineRuntime, Runtime
+from scheduler.api.recording import Recorder
 from scheduler.drivers.disk import staging_nbytes
 from scheduler.planning import AUTO
 from tiles import TileTensor
 from wrappers.dask.training import exchange
 from wrappers.dask.training.exchange import PeerComms
 from wrappers.dask.training.failures import forget_frames, portable
+from wrappers.dask.training.node_memory import planned_share
 from wrappers.dask.training.peers import WINDOW, Peer, PeerLost
 from wrappers.dask.training.transports import ByteTransport
 
@@ -135,6 +139,21 @@ def test_each_node_sends_what_theory_says_and_keeps_its_own_state() -> None:
         theory = (count - 1) / count * 2 * model_bytes * steps
         assert sum(found.sent) / count == pytest.approx(theory, rel=0.1)
         assert max(found.state_bytes) < 0.75 * alone.state_bytes[0]
+
+
+def test_a_node_runs_the_share_that_its_check_has_captured() -> None:
+    """Task by task what it would record by itself; neither captured nor planned again."""
+    run = run_of(4)
+    with nodes(2) as comms:
+        for shard, own in zip(data_shards(8, 4, 2), comms, strict=True):
+            with Runtime(1, lanes=4, ram=1 << 26) as runtime:
+                planned = planned_share(run, shard, own, "tcp://a:1")
+                engine = RecordedEngine(run, runtime, shard=shard, transport=own, planned=planned)
+                assert count_calls(lambda engine=engine: engine.step, Recorder.finish) == [0]
+                assert engine.order is planned.order
+                recorded = RecordedEngine(run, runtime, shard=shard, transport=own).step.plan
+                assert recorded is not None
+                assert shape_of(recorded) == shape_of(planned.order.plan)
 
 
 def test_a_lost_peer_fails_what_waits_for_it() -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from nntask.engine import ModelShapes
 from nntask.optim import buckets_of, owners_of
-from nntask.planning import CapturedStep
 from scheduler import Handle, InlineRuntime, Mode
 from scheduler.machine import HandleSpec
 from tiles import TileTensor
@@ -40,7 +40,7 @@ class Mirror(InlineRuntime):
         model, optimizer: the trained tensors, and the optimizer's state, by name.
     """
 
-    def __init__(self, team: Team, shapes: CapturedStep) -> None:
+    def __init__(self, team: Team, shapes: ModelShapes) -> None:
         super().__init__()
         self._team = team
         owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors)))
