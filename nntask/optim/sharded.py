@@ -6,7 +6,7 @@ completes the sum in the tree's order, updates the tile and sends it to the othe
 al., 2020). The numbers are those of one node with the same lanes, whatever the number n of nodes. Each node sends (n - 1) / n of the bytes of the
 gradient and of the parameters.
 
-Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes complete their gradients. Transfers are tasks of
+Tiles travel in buckets: one large tile, some small ones, or all of a matrix that is updated as a whole, in the order in which backward passes complete their gradients. Transfers are tasks of
 the recorded step, emitted in one sequence, of which each node has its part, so that all of them end (`Dispatch.take_turns`): a bucket travels in its
 turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A receiver allocates a bucket only when
 its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
@@ -15,10 +15,11 @@ its own part of it is final. A `Transport` carries the bytes; nothing here depen
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
+from operator import itemgetter
 from typing import Final, Protocol
 
 from scheduler import Access, Codelet, Handle, R, W
@@ -128,11 +129,12 @@ class Bucket:
     owner: int
 
 
-def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
+def buckets_of(tensors: Sequence[TileTensor], num_nodes: int, whole: Collection[str] = ()) -> list[Bucket]:
     """Return the buckets of parameters, spread over the nodes by bytes, the same on every node.
 
     Args:
         tensors: learnt parameters in the model's order; backward passes complete their gradients in the opposite order.
+        whole: names of the tensors whose tiles are all in one bucket.
     """
     enough = min(BUCKET, sum(tensor.nbytes for tensor in tensors) // (BUCKETS * num_nodes))
     groups: list[tuple[list[tuple[int, int]], int]] = []
@@ -140,10 +142,11 @@ def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
     nbytes = 0
     for which in range(len(tensors) - 1, -1, -1):
         tensor = tensors[which]
+        last = tensor.tiling.num_tiles - 1
         for number, index in enumerate(tensor.tiling.indices()):
             tiles.append((which, number))
             nbytes += prod(tensor.tiling.extents(index)) * tensor.dtype.itemsize
-            if nbytes >= enough:
+            if nbytes >= enough and (number == last or tensor.name not in whole):
                 groups.append((tiles, nbytes))
                 tiles, nbytes = [], 0
     if tiles:
@@ -187,15 +190,16 @@ class Exchange:
         parameters: learnt parameters in the model's order.
         shard: shard of this node.
         transport: connection to the other nodes.
+        whole: names of the parameters that one node updates as a whole (`Optimizer.whole`).
 
     Attributes:
         buckets: buckets of all parameters.
         tiles_of: numbers of the tiles that this node owns, by parameter.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport) -> None:
+    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport, whole: Collection[str] = ()) -> None:
         self.shard, self.transport = shard, transport
-        self.buckets = buckets_of([p.data for p in parameters], shard.num_nodes)
+        self.buckets = buckets_of([p.data for p in parameters], shard.num_nodes, whole)
         self.owners = owners_of(self.buckets)
         self._names = [p.name for p in parameters]
         self.tiles_of: Tiles = {name: [] for name in self._names}
@@ -283,9 +287,9 @@ class Emission:
 
     def _update(self, bucket: Bucket, norm: TileTensor | None) -> None:
         """Update a bucket at its owner."""
-        for which, number in bucket.tiles if bucket.owner == self.shard.rank else ():
+        for which, tiles in groupby(bucket.tiles if bucket.owner == self.shard.rank else (), itemgetter(0)):
             parameter, gradient, group = self.ready[self.names[which]]
-            self.optimizer.update(parameter, gradient, group, norm, [number], URGENT)
+            self.optimizer.update(parameter, gradient, group, norm, [number for _, number in tiles], URGENT)
 
     def _publish(self, bucket: Bucket) -> None:
         """Send the new parameters of a bucket from its owner to the other nodes."""

@@ -64,6 +64,7 @@ class CapturedStep:
         reading: bytes of host memory for the readers of the files that the weights start from.
         recorded: step without recomputation; None if that is the plan.
         symbols: symbolic handles by which an engine of tiles runs the step; None for a model that is not made of tiles.
+        whole: names of the parameters that one node updates as a whole.
     """
 
     plan: StepPlan
@@ -73,6 +74,7 @@ class CapturedStep:
     reading: int = 0
     recorded: StepPlan | None = None
     symbols: StepSymbols | None = None
+    whole: frozenset[str] = frozenset()
 
     def recomputing(self, recompute: str) -> CapturedStep:
         """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.
@@ -153,7 +155,7 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
     symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
     trained, frozen = model.trained_tensors(), model.frozen_tensors()
-    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
+    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols, whole=optimizer.whole)
     return captured.recomputing(run.step.recompute)
 
 
