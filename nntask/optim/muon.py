@@ -1,7 +1,7 @@
 """Muon for the matrices of hidden layers, AdamW for everything else.
 
-A parameter is a matrix as it is stored: fused projections, such as the (C, 3C) weight of queries, keys and values in GPT-2, are one matrix. Its tiles do
-not change the update, which sees the whole matrix.
+A parameter is a matrix as it is stored: fused projections, such as the (C, 3C) weight of queries, keys and values in GPT-2, are one matrix. Its tiles
+do not change the update, which sees the whole matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..errors import UsageError
 from ..nn.layers import Adapter, Linear
 from ..nn.module import Module, Parameter
 from .optimizers import Group, Optimizer, Options, Tiles, decay_groups
-
 
 RATES_OF_ADAMW: Final = muon_ops.NewtonSchulz(adjust_lr_fn="match_rms_adamw")
 """Options with which learning rates and weight decays that suit AdamW suit Muon, too."""

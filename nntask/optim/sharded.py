@@ -6,10 +6,10 @@ completes the sum in the tree's order, updates the tile and sends it to the othe
 al., 2020). The numbers are those of one node with the same lanes, whatever the number n of nodes. Each node sends (n - 1) / n of the bytes of the
 gradient and of the parameters.
 
-Tiles travel in buckets: one large tile, some small ones, or all of a matrix that is updated as a whole, in the order in which backward passes complete their gradients. Transfers are tasks of
-the recorded step, emitted in one sequence, of which each node has its part, so that all of them end (`Dispatch.take_turns`): a bucket travels in its
-turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A receiver allocates a bucket only when
-its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
+Tiles travel in buckets: one large tile, some small ones, or all of a matrix that is updated as a whole, in the order in which backward passes
+complete their gradients. Transfers are tasks of the recorded step, emitted in one sequence, of which each node has its part, so that all of them end
+(`Dispatch.take_turns`): a bucket travels in its turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles
+they read. A receiver allocates a bucket only when its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Muon (Jordan et al., 2024) over tiles: the update of a matrix is its averaged gradient with all singular values brought near one.
 
-The Newton-Schulz iteration X <- (a I + b G + c G^2) X, with the Gram matrix G = X X^T, is products of tiles, so a matrix in any tiles, on any number of
+The Newton-Schulz iteration X <- (a I + b G + c G^2) X, with the Gram matrix G = X X^T, is products of tiles, so a matrix in any tiles, on any
 workers, is orthogonalised as a whole. If there are more rows than columns, G = X^T X multiplies from the right instead: the result is the transpose
 of that of the transposed matrix, and nothing is transposed. Only tiles on and above the diagonal of G and of the polynomial are computed.
 
-Everything is fp32, or fp64 for fp64 parameters, where torch.optim.Muon computes in bf16. Legend: X (M, N), G and the polynomial P (K, K), K = min(M, N).
+Everything is fp32, or fp64 for fp64 parameters, where torch.optim.Muon computes in bf16. Legend: X (M, N), G and polynomial (K, K), K = min(M, N).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class NewtonSchulz:
         nesterov: whether to use Nesterov momentum.
         ns_coefficients: a, b, c of the iteration.
         ns_steps: number of iterations.
-        adjust_lr_fn: scale of the learning rate: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" is 0.2 sqrt(max(rows, columns)), so that
-            learning rates of AdamW fit (Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4).
+        adjust_lr_fn: factor of the learning rate: "original" is sqrt(max(1, rows / columns)); "match_rms_adamw" is 0.2 sqrt(max(rows, columns)), with
+            which learning rates of AdamW fit (Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4).
     """
 
     nesterov: bool = True

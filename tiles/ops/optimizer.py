@@ -120,7 +120,7 @@ def moment_scales(param: TileTensor, name: str) -> TileTensor:
 
 
 def adamw8bit(update: Update, m: TileTensor, m_scales: TileTensor, v: TileTensor, v_scales: TileTensor) -> None:
-    """Compute one step of AdamW on moments in 8 bits: codes (uint8) in the parameter's tiles, and `moment_scales`; all are zero before the first step."""
+    """Compute one step of AdamW on moments in 8 bits: codes (uint8) in the parameter's tiles, and `moment_scales`, all zero before the first step."""
     same_tiling(update.param, m, v)
     _update("adam8bit", update, [m, m_scales, v, v_scales], None, has_penalty=False)
 

@@ -67,7 +67,7 @@ def adam8bit(
         numbers = (beta1, beta2, 1.0 - beta1, 1.0 - beta2, eps, lr / correction1, shrink, 1.0 - lr * weight_decay, factor)
         tiles = (tile.reshape(-1) for tile in (target, grad, m, m_scales, v, v_scales))
         work = np.empty((3, BLOCK), np.float32)
-        moment_loops.adam8bit(*tiles, *_tables(), work, work.view(np.uint32), *map(np.float32, numbers))
+        moment_loops.adam8bit(*tiles, *_tables(), work, work.view(np.uint32), np.array(numbers, np.float32))
     else:
         _in_blocks([target, grad, m, m_scales, v, v_scales], [hyper, *([] if norm is None else [norm])], row=row, max_norm=max_norm, clip=clip)
     if weights is not None:

@@ -55,7 +55,7 @@ def midpoints(table: Array) -> Array:
 def decode(codes: Array, scales: Array, table: Array) -> Array:
     """Return the numbers of the codes of a tile, in fp32."""
     each = np.repeat(scales, BLOCK)[: codes.size]  # a scale for every number
-    return (table[codes.reshape(-1)] * each).reshape(codes.shape)
+    return np.multiply(table[codes.reshape(-1)], each).reshape(codes.shape)
 
 
 def encode(values: Array, codes: Array, scales: Array, table: Array) -> None:

@@ -51,15 +51,7 @@ def adam8bit(
     unsigned_limits: Array,
     work: Array,
     bits: Array,
-    beta1: Any,
-    beta2: Any,
-    rest1: Any,
-    rest2: Any,
-    eps: Any,
-    step: Any,
-    shrink: Any,
-    keep: Any,
-    factor: Any,
+    numbers: Array,
 ) -> None:
     """Decode m and v, update them and p as `loops.adam` does, encode m and v: block by block  # (N,), scales (N / 256,), work (3, 256).
 
@@ -68,7 +60,10 @@ def adam8bit(
         signed_cells, unsigned_cells: code of the least number with the given upper 16 bits (65536,).
         signed_limits, unsigned_limits: largest number of each code; the last one is infinite (256,).
         work: memory of the loop; `bits` is the same memory as uint32.
+        numbers: those of `loops.adam` from beta1 to factor (9,).
     """
+    beta1, beta2, rest1, rest2, eps = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    step, shrink, keep, factor = numbers[5], numbers[6], numbers[7], numbers[8]
     for first in range(0, p.size, _BLOCK):
         block, last = first // _BLOCK, min(first + _BLOCK, p.size)
         means, squares = work[0, : last - first], work[1, : last - first]
