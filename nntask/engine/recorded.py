@@ -75,14 +75,15 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
     if spec.kind == "sgd":
         return SGD(groups, spec.lr, momentum=spec.momentum, **shared)
     if spec.kind == "muon":
-        return Muon(muon_groups(model, spec.weight_decay), spec.lr, momentum=spec.momentum, betas=betas, eps=spec.eps, **shared)
+        groups, shared = muon_groups(model, spec.weight_decay), {**shared, "parts": hidden_matrices(model)}
+        return Muon(groups, spec.lr, momentum=spec.momentum, betas=betas, eps=spec.eps, **shared)
     kinds = {"adam": Adam, "adamw": AdamW, "adamw8bit": AdamW8bit}
     return kinds[spec.kind](groups, spec.lr, betas=betas, eps=spec.eps, **shared)
 
 
-def whole_parameters(model: LanguageModel, spec: OptimizerSpec) -> frozenset[str]:
-    """Return the names of the parameters that one node updates as a whole, before the optimizer is built (`Optimizer.whole`)."""
-    return hidden_matrices(model) if spec.kind == "muon" else frozenset()
+def whole_parameters(model: LanguageModel, spec: OptimizerSpec) -> Mapping[str, str]:
+    """Return `Optimizer.whole` before the optimizer is built."""
+    return {name: part.matrix for name, part in hidden_matrices(model).items()} if spec.kind == "muon" else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,4 +3,17 @@ from .muon import Muon
 from .optimizers import Optimizer, Options, norm_of
 from .sharded import DataShard, Emission, Exchange, buckets_of, data_shards, most_nodes, owners_of
 
-__all__ = ["AdamW8bit", "DataShard", "Emission", "Exchange", "Muon", "Optimizer", "Options", "buckets_of", "data_shards", "most_nodes", "norm_of", "owners_of"]
+__all__ = [
+    "AdamW8bit",
+    "DataShard",
+    "Emission",
+    "Exchange",
+    "Muon",
+    "Optimizer",
+    "Options",
+    "buckets_of",
+    "data_shards",
+    "most_nodes",
+    "norm_of",
+    "owners_of",
+]

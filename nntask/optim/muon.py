@@ -1,14 +1,15 @@
 """Muon for the matrices of hidden layers, AdamW for everything else.
 
-A parameter is a matrix as it is stored: fused projections, such as the (C, 3C) weight of queries, keys and values in GPT-2, are one matrix. Its tiles
-do not change the update, which sees the whole matrix.
+A matrix is what transformers and its files have as one: the (C, 3C) weight of queries, keys and values of GPT-2 is one matrix, although three layers
+have it here; Llama has three matrices. Neither parts nor tiles change the update, which sees the whole matrix.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from tiles import TileTensor
 from tiles.ops import muon as muon_ops
@@ -18,6 +19,21 @@ from ..errors import UsageError
 from ..nn.layers import Adapter, Linear
 from ..nn.module import Module, Parameter
 from .optimizers import Group, Optimizer, Options, Tiles, decay_groups
+
+
+class Part(NamedTuple):
+    """Part of a matrix that a parameter is.
+
+    Args:
+        matrix: name of the matrix.
+        number: number of the part.
+        axis: axis along which the parts are concatenated.
+    """
+
+    matrix: str
+    number: int = 0
+    axis: int = 0
+
 
 RATES_OF_ADAMW: Final = muon_ops.NewtonSchulz(adjust_lr_fn="match_rms_adamw")
 """Options with which learning rates and weight decays that suit AdamW suit Muon, too."""
@@ -29,6 +45,7 @@ class Muon(Optimizer):
     Args:
         groups: groups of parameters, for example those of `muon_groups`.
         lr: learning rate until `prepare` is given another.
+        parts: part of a matrix that a parameter of Muon is, by name; others are matrices by themselves (`hidden_matrices`).
         momentum: decay of the average gradient of matrices.
         smallest_norm: smallest norm by which an average gradient is divided; eps of torch.optim.Muon.
         betas, eps: those of AdamW.
@@ -44,6 +61,7 @@ class Muon(Optimizer):
         groups: Sequence[Group],
         lr: float = 1e-3,
         *,
+        parts: Mapping[str, Part] | None = None,
         momentum: float = 0.95,
         smallest_norm: float = 1e-7,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -61,17 +79,19 @@ class Muon(Optimizer):
             raise UsageError("Muon needs a matrix of a hidden layer that is learnt, got none", "use AdamW, for example --optimizer adamw")
         if other := next((p for p in matrices if len(p.shape) != 2), None):
             raise UsageError(f"Muon updates matrices, got {other.name} of shape {other.shape}", "leave its group to AdamW")
-        self._whole = frozenset(p.name for p in matrices)
+        self._parts = {p.name: (parts or {}).get(p.name, Part(p.name)) for p in matrices}
+        self._counts = Counter(part.matrix for part in self._parts.values())
+        self._waiting: dict[str, dict[int, tuple[optimizer_ops.Update, TileTensor]]] = {}  # matrix -> updates of some of its parts, by number
         self._of_muon = Options(lr, 0.0, momentum, 0.0, smallest_norm)
         super().__init__(groups, Options(lr, 0.0, *betas, eps), ("momentum", "m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
     @property
-    def whole(self) -> frozenset[str]:
-        """Names of the parameters that are updated as a whole."""
-        return self._whole
+    def whole(self) -> Mapping[str, str]:
+        """Parameters that are updated as a whole, each with the name of its matrix."""
+        return {name: part.matrix for name, part in self._parts.items()}
 
     def _new_state(self, parameter: Parameter, kind: str) -> TileTensor | None:
-        if kind != "master" and (kind == "momentum") != (parameter.name in self._whole):
+        if kind != "master" and (kind == "momentum") != (parameter.name in self._parts):
             return None
         return super()._new_state(parameter, kind)
 
@@ -83,14 +103,33 @@ class Muon(Optimizer):
     def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
         if group.newton_schulz is None:
             optimizer_ops.adamw(update, state["m"], state["v"])
-        else:
-            muon_ops.muon(update, state["momentum"], group.newton_schulz)
+            return
+        matrix, number, axis = self._parts[update.param.name]
+        parts = self._waiting.setdefault(matrix, {})
+        parts[number] = update, state["momentum"]
+        if len(parts) == self._counts[matrix]:
+            del self._waiting[matrix]
+            updates, buffers = zip(*(parts[number] for number in sorted(parts)), strict=True)
+            muon_ops.muon(updates, buffers, group.newton_schulz, axis)
 
 
-def hidden_matrices(model: Module) -> frozenset[str]:
-    """Return the names of the learnt matrices of hidden layers: weights of `Linear` layers and of adapters; not those of embeddings and the head."""
+def hidden_matrices(model: Module) -> dict[str, Part]:
+    """Return the learnt matrices of hidden layers by name: weights of `Linear` layers and of adapters; not those of embeddings and the head.
+
+    Layers that the files of the model's family store as one matrix, such as queries, keys and values of GPT-2, are parts of it.
+    """
     inner = {id(p) for _, module in model.named_modules() if isinstance(module, Linear | Adapter) for _, p in module.members()}
-    return frozenset(name for name, p in model.named_parameters().items() if id(p) in inner and p.trainable and len(p.shape) == 2)
+    names = getattr(getattr(model, "config", None), "names", None)
+    found = {}
+    for name, parameter in model.named_parameters().items():
+        if id(parameter) not in inner or not parameter.trainable or len(parameter.shape) != 2:
+            continue
+        found[name] = Part(name)
+        module, _, layer = name.removesuffix(".weight").rpartition(".")
+        for join in names.joined if names is not None and name.endswith(".weight") else ():
+            if layer in join.members:
+                found[name] = Part(f"{module}.{join.whole}.weight", join.members.index(layer), join.axis)
+    return found
 
 
 def muon_groups(model: Module, weight_decay: float, newton_schulz: muon_ops.NewtonSchulz = RATES_OF_ADAMW) -> list[Group]:

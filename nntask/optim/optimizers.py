@@ -122,9 +122,9 @@ class Optimizer(ABC):
         self.reset()
 
     @property
-    def whole(self) -> frozenset[str]:
-        """Names of the parameters whose tiles one node updates, all of them together; the tiles of others are independent."""
-        return frozenset()
+    def whole(self) -> Mapping[str, str]:
+        """Parameters whose tiles one node updates, all of them together, each with the name of its matrix; tiles of others are independent."""
+        return {}
 
     def _parameters(self) -> list[Parameter]:
         return [p for group in self.groups for p in group.parameters]

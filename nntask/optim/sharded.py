@@ -15,7 +15,7 @@ they read. A receiver allocates a bucket only when its own part of it is final. 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -40,6 +40,9 @@ BUCKETS: Final = 8
 LAG: Final = 2
 """Number of buckets per node whose gradients travel before the parameters of a bucket: the owner has updated it by then, so that its transfer, which
 has its turn there, holds back none that is due."""
+
+NO_MATRICES: Final[Mapping[str, str]] = {}
+"""No parameter that one node updates as a whole."""
 
 URGENT: Final = 1 << 20
 """Priority of tasks that other nodes wait for: sums, updates and norms, before the rest of the backward pass."""
@@ -129,24 +132,29 @@ class Bucket:
     owner: int
 
 
-def buckets_of(tensors: Sequence[TileTensor], num_nodes: int, whole: Collection[str] = ()) -> list[Bucket]:
+def buckets_of(tensors: Sequence[TileTensor], num_nodes: int, whole: Mapping[str, str] = NO_MATRICES) -> list[Bucket]:
     """Return the buckets of parameters, spread over the nodes by bytes, the same on every node.
 
     Args:
         tensors: learnt parameters in the model's order; backward passes complete their gradients in the opposite order.
-        whole: names of the tensors whose tiles are all in one bucket.
+        whole: names of tensors -> name of the matrix that they are, or are a part of, whose tiles are all in one bucket.
     """
     enough = min(BUCKET, sum(tensor.nbytes for tensor in tensors) // (BUCKETS * num_nodes))
+    last_of = {whole[tensor.name]: which for which, tensor in reversed(list(enumerate(tensors))) if tensor.name in whole}  # in the order of buckets
+    begun: set[str] = set()  # matrices with tiles in the bucket
     groups: list[tuple[list[tuple[int, int]], int]] = []
     tiles: list[tuple[int, int]] = []
     nbytes = 0
     for which in range(len(tensors) - 1, -1, -1):
         tensor = tensors[which]
         last = tensor.tiling.num_tiles - 1
+        begun |= {whole[tensor.name]} if tensor.name in whole else set()
         for number, index in enumerate(tensor.tiling.indices()):
             tiles.append((which, number))
             nbytes += prod(tensor.tiling.extents(index)) * tensor.dtype.itemsize
-            if nbytes >= enough and (number == last or tensor.name not in whole):
+            if number == last:
+                begun = {matrix for matrix in begun if last_of[matrix] != which}
+            if nbytes >= enough and not begun:
                 groups.append((tiles, nbytes))
                 tiles, nbytes = [], 0
     if tiles:
@@ -190,14 +198,14 @@ class Exchange:
         parameters: learnt parameters in the model's order.
         shard: shard of this node.
         transport: connection to the other nodes.
-        whole: names of the parameters that one node updates as a whole (`Optimizer.whole`).
+        whole: parameters that one node updates as a whole (`Optimizer.whole`).
 
     Attributes:
         buckets: buckets of all parameters.
         tiles_of: numbers of the tiles that this node owns, by parameter.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport, whole: Collection[str] = ()) -> None:
+    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport, whole: Mapping[str, str] = NO_MATRICES) -> None:
         self.shard, self.transport = shard, transport
         self.buckets = buckets_of([p.data for p in parameters], shard.num_nodes, whole)
         self.owners = owners_of(self.buckets)

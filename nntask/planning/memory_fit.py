@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -64,7 +64,7 @@ class CapturedStep:
         reading: bytes of host memory for the readers of the files that the weights start from.
         recorded: step without recomputation; None if that is the plan.
         symbols: symbolic handles by which an engine of tiles runs the step; None for a model that is not made of tiles.
-        whole: names of the parameters that one node updates as a whole.
+        whole: parameters that one node updates as a whole (`Optimizer.whole`).
     """
 
     plan: StepPlan
@@ -74,7 +74,7 @@ class CapturedStep:
     reading: int = 0
     recorded: StepPlan | None = None
     symbols: StepSymbols | None = None
-    whole: frozenset[str] = frozenset()
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     def recomputing(self, recompute: str) -> CapturedStep:
         """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.

@@ -2,7 +2,8 @@
 
 The Newton-Schulz iteration X <- (a I + b G + c G^2) X, with the Gram matrix G = X X^T, is products of tiles, so a matrix in any tiles, on any
 workers, is orthogonalised as a whole. If there are more rows than columns, G = X^T X multiplies from the right instead: the result is the transpose
-of that of the transposed matrix, and nothing is transposed. Only tiles on and above the diagonal of G and of the polynomial are computed.
+of that of the transposed matrix, and nothing is transposed. A matrix may be stored in parts, whose products add up to G. Only tiles on and above the
+diagonal of G and of the polynomial are computed.
 
 Everything is fp32, or fp64 for fp64 parameters, where torch.optim.Muon computes in bf16. Legend: X (M, N), G and polynomial (K, K), K = min(M, N).
 """
@@ -10,6 +11,7 @@ Everything is fp32, or fp64 for fp64 parameters, where torch.optim.Muon computes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,39 +49,59 @@ class NewtonSchulz:
         return math.sqrt(max(1.0, rows / columns))
 
 
-def muon(update: Update, buffer: TileTensor, options: NewtonSchulz) -> None:
+def muon(updates: Sequence[Update], buffers: Sequence[TileTensor], options: NewtonSchulz, axis: int = 0) -> None:
     """Compute one step of Muon for a whole matrix; `hyper` has the momentum in the place of beta1 and the smallest norm in that of epsilon.
 
     Args:
-        buffer: (M, N) momentum buffer, in fp32 or wider; zero before the first step.
+        updates: the matrix, or the parts whose concatenation it is, in order.
+        buffers: (M, N) momentum buffer of each part, in fp32 or wider; zero before the first step.
+        axis: axis along which parts are concatenated.
 
     Raises:
-        ValueError: the parameter is not a matrix, or only some of its tiles are to be updated.
+        ValueError: a parameter is not a matrix, or only some of its tiles are to be updated.
     """
-    param, count = update.param, update.param.tiling.num_tiles
-    if len(param.shape) != 2 or (update.tiles is not None and sorted(update.tiles) != list(range(count))):
-        raise ValueError(f"Muon updates whole matrices, got {param!r} with tiles {'all' if update.tiles is None else list(update.tiles)}")
-    same_tiling(param, update.grad, buffer)
-    update.check_master()
+    parts = list(zip(updates, buffers, strict=True))
+    for update, buffer in parts:
+        count, tiles = update.param.tiling.num_tiles, update.tiles
+        if len(update.param.shape) != 2 or (tiles is not None and sorted(tiles) != list(range(count))):
+            raise ValueError(f"Muon updates whole matrices, got {update.param!r} with tiles {'all' if tiles is None else list(tiles)}")
+        same_tiling(update.param, update.grad, buffer)
+        update.check_master()
+    tasks = _Tasks(updates[0])
+    directions = [_averaged(update, buffer, options) for update, buffer in parts]
+    total = _sum_of_squares(tasks, directions)
+    for (update, _), direction in zip(parts, directions, strict=True):
+        for tile in direction.handles:
+            tasks.emit("muon_normalise", [(tile, RW), (total[0,], R), (update.hyper[0, 0], R)], row=update.row)
+    shape = [*updates[0].param.shape]
+    shape[axis] = sum(update.param.shape[axis] for update in updates)
+    inner = 1 - axis if len(parts) > 1 else int(shape[0] > shape[1])
+    for _ in range(options.ns_steps):
+        directions = _iterated(tasks, directions, options.ns_coefficients, inner)
+    for (update, _), direction in zip(parts, directions, strict=True):
+        _moved(update, direction, options.ratio(*shape))
+
+
+def _averaged(update: Update, buffer: TileTensor, options: NewtonSchulz) -> TileTensor:
+    """Average a gradient in its buffer; return the direction before it is orthogonalised."""
     clip = update.norm is not None and update.max_norm > 0
-    tasks = _Tasks(update)
-    x = buffer.like(name="direction")
-    for grad, mean, direction in zip(update.grad.handles, buffer.handles, x.handles, strict=True):
-        accesses: list[Access] = [(grad, R), (mean, RW), (direction, W), (update.hyper[0, 0], R)]
+    direction = buffer.like(name="direction")
+    for grad, mean, tile in zip(update.grad.handles, buffer.handles, direction.handles, strict=True):
+        accesses: list[Access] = [(grad, R), (mean, RW), (tile, W), (update.hyper[0, 0], R)]
         if clip and update.norm is not None:
             accesses.append((update.norm[0,], R))
-        tasks.emit("muon_momentum", accesses, row=update.row, nesterov=options.nesterov, max_norm=update.max_norm, clip=clip)
-    total = _sum_of_squares(tasks, x)
-    for direction in x.handles:
-        tasks.emit("muon_normalise", [(direction, RW), (total[0,], R), (update.hyper[0, 0], R)], row=update.row)
-    for _ in range(options.ns_steps):
-        x = _iterated(tasks, x, options.ns_coefficients)
-    ratio, master = options.ratio(*param.shape), update.master
-    for number, direction in enumerate(x.handles):
-        accesses = [(param.handles[number], RW if master is None else W), (direction, R), (update.hyper[0, 0], R)]
+        _Tasks(update).emit("muon_momentum", accesses, row=update.row, nesterov=options.nesterov, max_norm=update.max_norm, clip=clip)
+    return direction
+
+
+def _moved(update: Update, direction: TileTensor, ratio: float) -> None:
+    """Move a parameter by its orthogonalised direction, times `ratio` and the learning rate."""
+    param, master = update.param, update.master
+    for number, tile in enumerate(direction.handles):
+        accesses: list[Access] = [(param.handles[number], RW if master is None else W), (tile, R), (update.hyper[0, 0], R)]
         if master is not None:
             accesses.append((master.handles[number], RW))
-        tasks.emit("muon_update", accesses, row=update.row, ratio=ratio, master=master is not None)
+        _Tasks(update).emit("muon_update", accesses, row=update.row, ratio=ratio, master=master is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,36 +138,40 @@ def _of_symmetric(tensor: TileTensor, row: int, column: int) -> _Factor:
     return _Factor(tensor[row, column]) if row <= column else _Factor(tensor[column, row], True)
 
 
-def _sum_of_squares(tasks: _Tasks, x: TileTensor) -> TileTensor:
-    """Return the sum of squares of a matrix  # (M, N) -> (1,) fp64."""
-    terms = squares_of_tiles([x])
-    for tile, term in zip(x.handles, terms.handles, strict=True):
+def _sum_of_squares(tasks: _Tasks, parts: Sequence[TileTensor]) -> TileTensor:
+    """Return the sum of squares of a matrix in parts  # -> (1,) fp64."""
+    terms = squares_of_tiles(parts)
+    tiles = [tile for part in parts for tile in part.handles]
+    for tile, term in zip(tiles, terms.handles, strict=True):
         tasks.emit("sum_squares", [(tile, R), (term, W)])
     return sum_squares(terms)
 
 
-def _iterated(tasks: _Tasks, x: TileTensor, coefficients: tuple[float, float, float]) -> TileTensor:
-    """Return (a I + b G + c G^2) X, G = X X^T, or if X has more rows than columns X (a I + b G + c G^2), G = X^T X."""
-    is_tall = x.shape[0] > x.shape[1]
-    inner, outer = (1, 0) if is_tall else (0, 1)  # G has the axis `inner`, its products are summed over `outer`
+def _iterated(tasks: _Tasks, parts: Sequence[TileTensor], coefficients: tuple[float, float, float], inner: int) -> list[TileTensor]:
+    """Return (a I + b G + c G^2) X, G = X X^T; or if `inner`, the axis of X that G has, is 1, X (a I + b G + c G^2), G = X^T X.
+
+    Args:
+        parts: X, in parts along the other axis.
+    """
+    first, is_tall = parts[0], inner == 1
     a, b, c = coefficients
-    size, tile = x.shape[inner], x.tile[inner]
-    gram, polynomial = (TileTensor(x.runtime, (size, size), (tile, tile), x.dtype, name=name) for name in ("gram", "polynomial"))
-    count = x.grid[inner]
+    size, tile, count = first.shape[inner], first.tile[inner], first.grid[inner]
+    gram, polynomial = (TileTensor(first.runtime, (size, size), (tile, tile), first.dtype, name=name) for name in ("gram", "polynomial"))
     upper = [(i, j) for i in range(count) for j in range(i, count)]
     for i, j in upper:
-        for k in range(x.grid[outer]):
-            left, right = (x[k, i], x[k, j]) if is_tall else (x[i, k], x[j, k])
-            tasks.product(_Factor(left, is_tall), _Factor(right, not is_tall), gram[i, j], k)
+        pairs = [(x[k, i], x[k, j]) if is_tall else (x[i, k], x[j, k]) for x in parts for k in range(x.grid[1 - inner])]
+        for step, (left, right) in enumerate(pairs):
+            tasks.product(_Factor(left, is_tall), _Factor(right, not is_tall), gram[i, j], step)
     for i, j in upper:
         tasks.emit("muon_polynomial", [(gram[i, j], R), (polynomial[i, j], W)], a=a, b=b, diagonal=i == j)
         for k in range(count):
             tasks.product(_of_symmetric(gram, i, k), _of_symmetric(gram, k, j), polynomial[i, j], k + 1, alpha=c)
-    result = x.like(name="direction")
-    for row, column in np.ndindex(*x.grid):
-        for k in range(count):
-            if is_tall:
-                tasks.product(_Factor(x[row, k]), _of_symmetric(polynomial, k, column), result[row, column], k)
-            else:
-                tasks.product(_of_symmetric(polynomial, row, k), _Factor(x[k, column]), result[row, column], k)
-    return result
+    results = [part.like(name="direction") for part in parts]
+    for part, result in zip(parts, results, strict=True):
+        for row, column in np.ndindex(*part.grid):
+            for k in range(count):
+                if is_tall:
+                    tasks.product(_Factor(part[row, k]), _of_symmetric(polynomial, k, column), result[row, column], k)
+                else:
+                    tasks.product(_of_symmetric(polynomial, row, k), _Factor(part[k, column]), result[row, column], k)
+    return results

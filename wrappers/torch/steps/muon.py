@@ -92,4 +92,5 @@ def newton_schulz_of(group: Mapping[str, Any]) -> muon_ops.NewtonSchulz | None:
     """Return the constant options of a group of torch.optim.Muon; None for a group of another optimizer."""
     if "ns_steps" not in group:
         return None
-    return muon_ops.NewtonSchulz(bool(group["nesterov"]), tuple(group["ns_coefficients"]), int(group["ns_steps"]), group["adjust_lr_fn"] or "original")
+    nesterov, coefficients, steps, adjusted = (group[name] for name in _OF_MUON[1:])
+    return muon_ops.NewtonSchulz(bool(nesterov), tuple(coefficients), int(steps), adjusted or "original")

@@ -28,8 +28,8 @@ from ..session.memory import outside_budget
 from ..session.session import Session
 from ..steps.captures import Captures
 from ..steps.dry import PassTerms, captured_step
-from ..tasks.calls import Capture
 from ..steps.muon import AdamW8bitOptions, muon_of
+from ..tasks.calls import Capture
 from ..tasks.cuts import LARGEST_TILE, tiles_of
 from ..tasks.segments import flops_of
 from ..tasks.step import Pass
