@@ -75,7 +75,7 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
     if spec.kind == "sgd":
         return SGD(groups, spec.lr, momentum=spec.momentum, **shared)
     if spec.kind == "muon":
-        groups, shared = muon_groups(model, spec.weight_decay), {**shared, "parts": hidden_matrices(model)}
+        groups, shared = muon_groups(model, spec.weight_decay), {**shared, "pieces": hidden_matrices(model)}
         return Muon(groups, spec.lr, momentum=spec.momentum, betas=betas, eps=spec.eps, **shared)
     kinds = {"adam": Adam, "adamw": AdamW, "adamw8bit": AdamW8bit}
     return kinds[spec.kind](groups, spec.lr, betas=betas, eps=spec.eps, **shared)
@@ -83,7 +83,7 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
 
 def whole_parameters(model: LanguageModel, spec: OptimizerSpec) -> Mapping[str, str]:
     """Return `Optimizer.whole` before the optimizer is built."""
-    return {name: part.matrix for name, part in hidden_matrices(model).items()} if spec.kind == "muon" else {}
+    return {name: piece.matrix for name, piece in hidden_matrices(model).items()} if spec.kind == "muon" else {}
 
 
 @dataclass(frozen=True, slots=True)

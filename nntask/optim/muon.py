@@ -1,7 +1,7 @@
 """Muon for the matrices of hidden layers, AdamW for everything else.
 
 A matrix is what transformers and its files have as one: the (C, 3C) weight of queries, keys and values of GPT-2 is one matrix, although three layers
-have it here; Llama has three matrices. Neither parts nor tiles change the update, which sees the whole matrix.
+have it here; Llama has three matrices. Neither pieces nor tiles change the update, which sees the whole matrix.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..nn.module import Module, Parameter
 from .optimizers import Group, Optimizer, Options, Tiles, decay_groups
 
 
-class Part(NamedTuple):
-    """Part of a matrix that a parameter is.
+class MatrixPiece(NamedTuple):
+    """MatrixPiece of a matrix that a parameter is.
 
     Args:
         matrix: name of the matrix.
-        number: number of the part.
-        axis: axis along which the parts are concatenated.
+        number: number of the piece.
+        axis: axis along which the pieces are concatenated.
     """
 
     matrix: str
@@ -45,7 +45,7 @@ class Muon(Optimizer):
     Args:
         groups: groups of parameters, for example those of `muon_groups`.
         lr: learning rate until `prepare` is given another.
-        parts: part of a matrix that a parameter of Muon is, by name; others are matrices by themselves (`hidden_matrices`).
+        pieces: piece of a matrix that a parameter of Muon is, by name; others are matrices by themselves (`hidden_matrices`).
         momentum: decay of the average gradient of matrices.
         smallest_norm: smallest norm by which an average gradient is divided; eps of torch.optim.Muon.
         betas, eps: those of AdamW.
@@ -61,7 +61,7 @@ class Muon(Optimizer):
         groups: Sequence[Group],
         lr: float = 1e-3,
         *,
-        parts: Mapping[str, Part] | None = None,
+        pieces: Mapping[str, MatrixPiece] | None = None,
         momentum: float = 0.95,
         smallest_norm: float = 1e-7,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -79,19 +79,19 @@ class Muon(Optimizer):
             raise UsageError("Muon needs a matrix of a hidden layer that is learnt, got none", "use AdamW, for example --optimizer adamw")
         if other := next((p for p in matrices if len(p.shape) != 2), None):
             raise UsageError(f"Muon updates matrices, got {other.name} of shape {other.shape}", "leave its group to AdamW")
-        self._parts = {p.name: (parts or {}).get(p.name, Part(p.name)) for p in matrices}
-        self._counts = Counter(part.matrix for part in self._parts.values())
-        self._waiting: dict[str, dict[int, tuple[optimizer_ops.Update, TileTensor]]] = {}  # matrix -> updates of some of its parts, by number
+        self._pieces = {p.name: (pieces or {}).get(p.name, MatrixPiece(p.name)) for p in matrices}
+        self._counts = Counter(piece.matrix for piece in self._pieces.values())
+        self._waiting: dict[str, dict[int, tuple[optimizer_ops.Update, TileTensor]]] = {}  # matrix -> updates of some of its pieces, by number
         self._of_muon = Options(lr, 0.0, momentum, 0.0, smallest_norm)
         super().__init__(groups, Options(lr, 0.0, *betas, eps), ("momentum", "m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
     @property
     def whole(self) -> Mapping[str, str]:
         """Parameters that are updated as a whole, each with the name of its matrix."""
-        return {name: part.matrix for name, part in self._parts.items()}
+        return {name: piece.matrix for name, piece in self._pieces.items()}
 
     def _new_state(self, parameter: Parameter, kind: str) -> TileTensor | None:
-        if kind != "master" and (kind == "momentum") != (parameter.name in self._parts):
+        if kind != "master" and (kind == "momentum") != (parameter.name in self._pieces):
             return None
         return super()._new_state(parameter, kind)
 
@@ -104,32 +104,32 @@ class Muon(Optimizer):
         if group.newton_schulz is None:
             optimizer_ops.adamw(update, state["m"], state["v"])
             return
-        matrix, number, axis = self._parts[update.param.name]
-        parts = self._waiting.setdefault(matrix, {})
-        parts[number] = update, state["momentum"]
-        if len(parts) == self._counts[matrix]:
+        matrix, number, axis = self._pieces[update.param.name]
+        pieces = self._waiting.setdefault(matrix, {})
+        pieces[number] = update, state["momentum"]
+        if len(pieces) == self._counts[matrix]:
             del self._waiting[matrix]
-            updates, buffers = zip(*(parts[number] for number in sorted(parts)), strict=True)
+            updates, buffers = zip(*(pieces[number] for number in sorted(pieces)), strict=True)
             muon_ops.muon(updates, buffers, group.newton_schulz, axis)
 
 
-def hidden_matrices(model: Module) -> dict[str, Part]:
+def hidden_matrices(model: Module) -> dict[str, MatrixPiece]:
     """Return the learnt matrices of hidden layers by name: weights of `Linear` layers and of adapters; not those of embeddings and the head.
 
-    Layers that the files of the model's family store as one matrix, such as queries, keys and values of GPT-2, are parts of it.
+    Layers that the files of the model's family store as one matrix, such as queries, keys and values of GPT-2, are pieces of it.
     """
     inner = {id(p) for _, module in model.named_modules() if isinstance(module, Linear | Adapter) for _, p in module.members()}
     names = getattr(getattr(model, "config", None), "names", None)
-    found = {}
+    pieces = {}
     for name, parameter in model.named_parameters().items():
         if id(parameter) not in inner or not parameter.trainable or len(parameter.shape) != 2:
             continue
-        found[name] = Part(name)
+        pieces[name] = MatrixPiece(name)
         module, _, layer = name.removesuffix(".weight").rpartition(".")
         for join in names.joined if names is not None and name.endswith(".weight") else ():
             if layer in join.members:
-                found[name] = Part(f"{module}.{join.whole}.weight", join.members.index(layer), join.axis)
-    return found
+                pieces[name] = MatrixPiece(f"{module}.{join.whole}.weight", join.members.index(layer), join.axis)
+    return pieces
 
 
 def muon_groups(model: Module, weight_decay: float, newton_schulz: muon_ops.NewtonSchulz = RATES_OF_ADAMW) -> list[Group]:

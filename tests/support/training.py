@@ -23,7 +23,7 @@ from tiles import TileTensor
 VOCAB, LENGTH = 61, 16
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": lambda model, decay, lr, **options: AdamW(decay_groups(model, decay), lr, **options),
-    "muon": lambda model, decay, lr, **options: Muon(muon_groups(model, decay), lr, parts=hidden_matrices(model), **options),
+    "muon": lambda model, decay, lr, **options: Muon(muon_groups(model, decay), lr, pieces=hidden_matrices(model), **options),
     "adamw8bit": lambda model, decay, lr, **options: AdamW8bit(decay_groups(model, decay), lr, **options),
 }
 """Value of --optimizer -> function of a model, its weight decay and a learning rate."""
@@ -112,9 +112,9 @@ class Job:
         rng, found, previous = np.random.default_rng(7), [], None
         for number in range(steps):
             ids = rng.integers(0, VOCAB, (SEQUENCES, LENGTH + 1)).astype(np.int32)
-            for given, part in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
-                given["tokens"].write(part[:, :-1])
-                given["targets"].write(part[:, 1:])
+            for given, piece in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
+                given["tokens"].write(piece[:, :-1])
+                given["targets"].write(piece[:, 1:])
             self.model.dropout_key.write(np.array([3, number], np.uint64))
             self.optimizer.prepare(number + 1, self.rate)
             if self.step is None:

@@ -2,7 +2,7 @@
 
 The Newton-Schulz iteration X <- (a I + b G + c G^2) X, with the Gram matrix G = X X^T, is products of tiles, so a matrix in any tiles, on any
 workers, is orthogonalised as a whole. If there are more rows than columns, G = X^T X multiplies from the right instead: the result is the transpose
-of that of the transposed matrix, and nothing is transposed. A matrix may be stored in parts, whose products add up to G. Only tiles on and above the
+of that of the transposed matrix, and nothing is transposed. A matrix may be stored in pieces, whose products add up to G. Only tiles on and above the
 diagonal of G and of the polynomial are computed.
 
 Everything is fp32, or fp64 for fp64 parameters, where torch.optim.Muon computes in bf16. Legend: X (M, N), G and polynomial (K, K), K = min(M, N).
@@ -53,32 +53,32 @@ def muon(updates: Sequence[Update], buffers: Sequence[TileTensor], options: Newt
     """Compute one step of Muon for a whole matrix; `hyper` has the momentum in the place of beta1 and the smallest norm in that of epsilon.
 
     Args:
-        updates: the matrix, or the parts whose concatenation it is, in order.
-        buffers: (M, N) momentum buffer of each part, in fp32 or wider; zero before the first step.
-        axis: axis along which parts are concatenated.
+        updates: the matrix, or the pieces whose concatenation it is, in order.
+        buffers: (M, N) momentum buffer of each piece, in fp32 or wider; zero before the first step.
+        axis: axis along which pieces are concatenated.
 
     Raises:
         ValueError: a parameter is not a matrix, or only some of its tiles are to be updated.
     """
-    parts = list(zip(updates, buffers, strict=True))
-    for update, buffer in parts:
+    pieces = list(zip(updates, buffers, strict=True))
+    for update, buffer in pieces:
         count, tiles = update.param.tiling.num_tiles, update.tiles
         if len(update.param.shape) != 2 or (tiles is not None and sorted(tiles) != list(range(count))):
             raise ValueError(f"Muon updates whole matrices, got {update.param!r} with tiles {'all' if tiles is None else list(tiles)}")
         same_tiling(update.param, update.grad, buffer)
         update.check_master()
     tasks = _Tasks(updates[0])
-    directions = [_averaged(update, buffer, options) for update, buffer in parts]
+    directions = [_averaged(update, buffer, options) for update, buffer in pieces]
     total = _sum_of_squares(tasks, directions)
-    for (update, _), direction in zip(parts, directions, strict=True):
+    for (update, _), direction in zip(pieces, directions, strict=True):
         for tile in direction.handles:
             tasks.emit("muon_normalise", [(tile, RW), (total[0,], R), (update.hyper[0, 0], R)], row=update.row)
     shape = [*updates[0].param.shape]
     shape[axis] = sum(update.param.shape[axis] for update in updates)
-    inner = 1 - axis if len(parts) > 1 else int(shape[0] > shape[1])
+    inner = 1 - axis if len(pieces) > 1 else int(shape[0] > shape[1])
     for _ in range(options.ns_steps):
         directions = _iterated(tasks, directions, options.ns_coefficients, inner)
-    for (update, _), direction in zip(parts, directions, strict=True):
+    for (update, _), direction in zip(pieces, directions, strict=True):
         _moved(update, direction, options.ratio(*shape))
 
 
@@ -138,40 +138,40 @@ def _of_symmetric(tensor: TileTensor, row: int, column: int) -> _Factor:
     return _Factor(tensor[row, column]) if row <= column else _Factor(tensor[column, row], True)
 
 
-def _sum_of_squares(tasks: _Tasks, parts: Sequence[TileTensor]) -> TileTensor:
-    """Return the sum of squares of a matrix in parts  # -> (1,) fp64."""
-    terms = squares_of_tiles(parts)
-    tiles = [tile for part in parts for tile in part.handles]
+def _sum_of_squares(tasks: _Tasks, pieces: Sequence[TileTensor]) -> TileTensor:
+    """Return the sum of squares of a matrix in pieces  # -> (1,) fp64."""
+    terms = squares_of_tiles(pieces)
+    tiles = [tile for piece in pieces for tile in piece.handles]
     for tile, term in zip(tiles, terms.handles, strict=True):
         tasks.emit("sum_squares", [(tile, R), (term, W)])
     return sum_squares(terms)
 
 
-def _iterated(tasks: _Tasks, parts: Sequence[TileTensor], coefficients: tuple[float, float, float], inner: int) -> list[TileTensor]:
+def _iterated(tasks: _Tasks, pieces: Sequence[TileTensor], coefficients: tuple[float, float, float], inner: int) -> list[TileTensor]:
     """Return (a I + b G + c G^2) X, G = X X^T; or if `inner`, the axis of X that G has, is 1, X (a I + b G + c G^2), G = X^T X.
 
     Args:
-        parts: X, in parts along the other axis.
+        pieces: X, in pieces along the other axis.
     """
-    first, is_tall = parts[0], inner == 1
+    first, is_tall = pieces[0], inner == 1
     a, b, c = coefficients
     size, tile, count = first.shape[inner], first.tile[inner], first.grid[inner]
     gram, polynomial = (TileTensor(first.runtime, (size, size), (tile, tile), first.dtype, name=name) for name in ("gram", "polynomial"))
     upper = [(i, j) for i in range(count) for j in range(i, count)]
     for i, j in upper:
-        pairs = [(x[k, i], x[k, j]) if is_tall else (x[i, k], x[j, k]) for x in parts for k in range(x.grid[1 - inner])]
+        pairs = [(x[k, i], x[k, j]) if is_tall else (x[i, k], x[j, k]) for x in pieces for k in range(x.grid[1 - inner])]
         for step, (left, right) in enumerate(pairs):
             tasks.product(_Factor(left, is_tall), _Factor(right, not is_tall), gram[i, j], step)
     for i, j in upper:
         tasks.emit("muon_polynomial", [(gram[i, j], R), (polynomial[i, j], W)], a=a, b=b, diagonal=i == j)
         for k in range(count):
             tasks.product(_of_symmetric(gram, i, k), _of_symmetric(gram, k, j), polynomial[i, j], k + 1, alpha=c)
-    results = [part.like(name="direction") for part in parts]
-    for part, result in zip(parts, results, strict=True):
-        for row, column in np.ndindex(*part.grid):
+    results = [piece.like(name="direction") for piece in pieces]
+    for piece, result in zip(pieces, results, strict=True):
+        for row, column in np.ndindex(*piece.grid):
             for k in range(count):
                 if is_tall:
-                    tasks.product(_Factor(part[row, k]), _of_symmetric(polynomial, k, column), result[row, column], k)
+                    tasks.product(_Factor(piece[row, k]), _of_symmetric(polynomial, k, column), result[row, column], k)
                 else:
-                    tasks.product(_of_symmetric(polynomial, row, k), _Factor(part[k, column]), result[row, column], k)
+                    tasks.product(_of_symmetric(polynomial, row, k), _Factor(piece[k, column]), result[row, column], k)
     return results

@@ -53,7 +53,7 @@ def test_a_model_takes_the_steps_of_torch(tile: int) -> None:
         torch.optim.AdamW([copies["table.weight"]], lr=1.0, weight_decay=0.1),
         torch.optim.AdamW([copies["wide.bias"], copies["tall.bias"]], lr=1.0, weight_decay=0.0),
     ]
-    optimizer = Muon(muon_groups(model, 0.1), parts=hidden_matrices(model), max_norm=2.0)
+    optimizer = Muon(muon_groups(model, 0.1), pieces=hidden_matrices(model), max_norm=2.0)
     rng = np.random.default_rng(1)
     for step in range(1, 11):
         for name, parameter in model.named_parameters().items():
@@ -80,7 +80,7 @@ def test_only_matrices_of_hidden_layers_are_orthogonalised(family: str) -> None:
     names = []
     for tiling in (ModelTiling(minibatch_tile=1), None):
         model = build(InlineRuntime(), family, tiling=tiling)
-        optimizer = Muon(muon_groups(model, 0.1), parts=hidden_matrices(model))
+        optimizer = Muon(muon_groups(model, 0.1), pieces=hidden_matrices(model))
         names.append(optimizer.whole)
         assert set(names[-1]) == set(optimizer.state["momentum"])
         trained = model.trained_tensors()

@@ -1,7 +1,7 @@
 """AdamW on moments in 8 bits on the CPU, block by block.
 
-Ladder for 768 x 3072 fp32, one core: the reference's arrays of a whole tile TODO ms; compiled, with the nearest code by bisection, TODO ms (`adam` on
-fp32 moments: TODO ms).
+Ladder for 768 x 3072 fp32, one core, processor time: the reference's arrays 400 ms; compiled, with the nearest code by bisection, 199 ms; by a lookup
+of the upper 16 bits and one comparison 16.6 ms; with the largest magnitude as the largest integer 10.8 ms (`adam` on fp32 moments: 1.3 ms).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def _tables() -> tuple[Array, ...]:
 
     No two limits lie between numbers with the same upper bits, so one comparison after the lookup finds the nearest code.
     """
-    found: list[Array] = []
+    tables: list[Array] = []
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     least = np.where(upper >> 31, upper | 0xFFFF, upper).view(np.float32)
     for table in (SIGNED, UNSIGNED):
         limits = np.append(midpoints(table), np.float32(np.inf))
-        found += [table, np.searchsorted(limits, least).clip(max=255).astype(np.uint8), limits]
-    return tuple(found)
+        tables += [table, np.searchsorted(limits, least).clip(max=255).astype(np.uint8), limits]
+    return tuple(tables)
 
 
 @register("adam8bit", "cpu")
@@ -65,9 +65,9 @@ def adam8bit(
         factor = 1.0 if norm is None else clip_factor(norm, max_norm)
         shrink = 1.0 / math.sqrt(correction2)
         numbers = (beta1, beta2, 1.0 - beta1, 1.0 - beta2, eps, lr / correction1, shrink, 1.0 - lr * weight_decay, factor)
-        tiles = (tile.reshape(-1) for tile in (target, grad, m, m_scales, v, v_scales))
         work = np.empty((3, BLOCK), np.float32)
-        moment_loops.adam8bit(*tiles, *_tables(), work, work.view(np.uint32), np.array(numbers, np.float32))
+        flat: list[Any] = [tile.reshape(-1) for tile in (target, grad, m, m_scales, v, v_scales)]
+        moment_loops.adam8bit(*[*flat, *_tables(), work, work.view(np.uint32), np.array(numbers, np.float32)])
     else:
         _in_blocks([target, grad, m, m_scales, v, v_scales], [hyper, *([] if norm is None else [norm])], row=row, max_norm=max_norm, clip=clip)
     if weights is not None:

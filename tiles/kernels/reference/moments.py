@@ -4,7 +4,7 @@ A tile's numbers, row by row, form blocks of `BLOCK`; the last one may be shorte
 magnitude of the block, its scale. Both tables have seven decades from 1e-7 to 1, the higher ones divided more finely (section 2.2); the signed one is
 for first moments, the unsigned one for second moments.
 
-A second moment above zero never gets the code of zero: a first moment, which the other table may still tell from zero, would be divided by epsilon.
+A second moment above zero never gets the code of zero. Otherwise a first moment whose code is not that of zero would be divided by epsilon.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def midpoints(table: Array) -> Array:
 def decode(codes: Array, scales: Array, table: Array) -> Array:
     """Return the numbers of the codes of a tile, in fp32."""
     each = np.repeat(scales, BLOCK)[: codes.size]  # a scale for every number
-    return np.multiply(table[codes.reshape(-1)], each).reshape(codes.shape)
+    return np.asarray((table[codes.reshape(-1)] * each).reshape(codes.shape))
 
 
 def encode(values: Array, codes: Array, scales: Array, table: Array) -> None:

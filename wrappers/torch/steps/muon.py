@@ -25,17 +25,17 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     """One optimizer of the parameter groups of several, which are shared, so that their schedulers work.
 
     Args:
-        parts: a torch.optim.Muon and, unless the module has matrices only, a torch.optim.AdamW.
+        members: a torch.optim.Muon and, unless the module has matrices only, a torch.optim.AdamW.
     """
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = tuple(parts)
-        super().__init__([group for part in parts for group in part.param_groups], {})
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = tuple(members)
+        super().__init__([group for member in members for group in member.param_groups], {})
 
 
-def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers of PyTorch that an optimizer consists of: itself, or its parts."""
-    return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
+def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers of PyTorch that an optimizer consists of: itself, or its members."""
+    return optimizer.members if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
 
 
 def paired(given: Sequence[torch.optim.Optimizer]) -> MuonWithAdamW:
@@ -44,7 +44,7 @@ def paired(given: Sequence[torch.optim.Optimizer]) -> MuonWithAdamW:
     Raises:
         UsageError: they are not one Muon and at most one AdamW.
     """
-    kinds = [type(part) for part in given]
+    kinds = [type(member) for member in given]
     if kinds.count(torch.optim.Muon) != 1 or len(kinds) > 2 or any(kind not in (torch.optim.Muon, torch.optim.AdamW) for kind in kinds):
         names = ", ".join(kind.__name__ for kind in kinds) or "none"
         raise UsageError(f"several optimizers must be a torch.optim.Muon and a torch.optim.AdamW, got {names}", "use these two, or one optimizer")
@@ -77,15 +77,15 @@ def muon_of(module: torch.nn.Module, options: Mapping[str, Any], *, vectors_deca
     learnt = [p for p in module.parameters() if p.requires_grad]
     of_muon = {"adjust_lr_fn": "match_rms_adamw", **{name: value for name, value in options.items() if name not in ("betas", "eps")}}
     of_adamw = {name: value for name, value in options.items() if name not in _OF_MUON}
-    parts: list[torch.optim.Optimizer] = [torch.optim.Muon([p for p in learnt if id(p) in inner], **of_muon)]
+    members: list[torch.optim.Optimizer] = [torch.optim.Muon([p for p in learnt if id(p) in inner], **of_muon)]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in learnt if id(p) not in inner and p.dim() > 1]},
         {"params": [p for p in learnt if p.dim() <= 1], **({} if vectors_decay else {"weight_decay": 0.0})},
     ]
     groups = [group for group in groups if group["params"]]
     if groups:
-        parts.append(torch.optim.AdamW(groups, **of_adamw))
-    return MuonWithAdamW(parts)
+        members.append(torch.optim.AdamW(groups, **of_adamw))
+    return MuonWithAdamW(members)
 
 
 def newton_schulz_of(group: Mapping[str, Any]) -> muon_ops.NewtonSchulz | None:

@@ -21,7 +21,7 @@ from torch.optim import optimizer as torch_hooks
 from nntask import SGD, Adam, AdamW, DataError, Group, Parameter, UsageError
 from nntask.optim import AdamW8bit, Muon, Optimizer, Options
 
-from .muon import AdamW8bitOptions, MuonWithAdamW, muon_of, newton_schulz_of, paired, parts_of
+from .muon import AdamW8bitOptions, MuonWithAdamW, members_of, muon_of, newton_schulz_of, paired
 
 _NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     "sgd": torch.optim.SGD,
@@ -87,11 +87,11 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             if group.get(option, value) != value and not is_free:
                 raise UsageError(f"{option} of {type(optimizer).__name__} must be {value}, got {group[option]}", "leave it out")
         options_of(number, group)
-    for part in parts_of(optimizer):
-        _check_hooks(part)
-        if isinstance(part.state, _StateElsewhere):
+    for member in members_of(optimizer):
+        _check_hooks(member)
+        if isinstance(member.state, _StateElsewhere):
             raise UsageError("the optimizer is that of another session, which is open", "close that session first, or make another optimizer")
-        if part.state:
+        if member.state:
             raise UsageError("the optimizer has taken steps already, and its state would be lost", "make a new one, and resume with session.resume")
     return optimizer
 
@@ -203,8 +203,8 @@ class SessionOptimizer:
         state = self.options.state
         if not isinstance(state, _StateElsewhere):
             raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}", _STATE_REMEDY)
-        for part in parts_of(self.options):
-            _check_hooks(part)
+        for member in members_of(self.options):
+            _check_hooks(member)
         members = self._members_now()
         if members != self._members:
             before, now = ([len(each) for each in groups] for groups in (self._members, members))
@@ -239,8 +239,8 @@ class SessionOptimizer:
     def note_step(self, updated: Collection[str]) -> None:
         """Count a step that has begun; PyTorch's schedulers see it like a step of the optimizer itself."""
         self._skip(1, [name for name in self._skipped if name not in updated])
-        for part in parts_of(self.options):
-            part._opt_called = True
+        for member in members_of(self.options):
+            member._opt_called = True
 
     def note_left_out(self, updated: Collection[str], *, keeps_number: bool) -> None:
         """Note that a step that had begun has failed and was left out.
@@ -332,7 +332,7 @@ def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def refuse(name: str) -> NoReturn:
         raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state", _STATE_REMEDY)
 
-    whole = {id(each): each for each in (optimizer, *parts_of(optimizer))}.values()
+    whole = {id(each): each for each in (optimizer, *members_of(optimizer))}.values()
     hooks = [each.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")) for each in whole]
     hooks += [each.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")) for each in whole]
     before = [each.state for each in whole]
