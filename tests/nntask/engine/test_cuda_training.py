@@ -45,8 +45,10 @@ def test_losses_are_those_of_the_cpu(gpus: list[Emulator], dropout: float) -> No
     np.testing.assert_allclose(losses(on(gpus[:1]), dropout), losses(Runtime(1, ram=1 << 27), dropout), rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [*((name, np.float32) for name in ("muon", "adamw8bit")), *(pytest.param(name, BF16, marks=pytest.mark.long) for name in ("muon", "adamw8bit"))],
+)
 def test_other_optimizers_are_those_of_the_cpu(gpus: list[Emulator], optimizer: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Muon and 8-bit moments, in fp32 and with masters; a budget that does not hold the step changes no bit."""
     monkeypatch.setattr(adamw8bit, "LEAST", 256)
