@@ -91,7 +91,7 @@ class StepSpec:
 class OptimizerSpec:
     """The optimizer that updates the weights; fields are named like their flags."""
 
-    kind: Literal["adamw", "adam", "sgd"]
+    kind: Literal["adamw", "adam", "sgd", "muon", "adamw8bit"]
     lr: float
     weight_decay: float
     eps: float

@@ -124,6 +124,10 @@ class ModelShapes(Protocol):
     def optimizer(self) -> Mapping[str, TileTensor]:
         """State of the optimizer, by name."""
 
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """Parameters that one node updates as a whole, each with the name of its matrix."""
+
 
 class Cluster(Protocol):
     """Machines that train together."""

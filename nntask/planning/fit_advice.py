@@ -44,6 +44,7 @@ _TILES: Final = {
     "attention": ("seq_tile", "head_tile"),
     "adam": ("vocab_tile", "inner_tile", "embd_tile"),
     "sgd": ("vocab_tile", "inner_tile", "embd_tile"),
+    "muon": ("inner_tile", "embd_tile"),
 }
 """Word in a task's name -> tile flags that make the task smaller, in the order in which they are tried."""
 _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")

@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Final, Self
@@ -66,6 +66,7 @@ class CapturedStep:
         reading: bytes of host memory for the readers of the files that the weights start from.
         recorded: step without recomputation; None if that is the plan.
         symbols: symbolic handles by which an engine of tiles runs the step; None for a model that is not made of tiles.
+        whole: parameters that one node updates as a whole (`Optimizer.whole`).
     """
 
     plan: StepPlan
@@ -75,6 +76,7 @@ class CapturedStep:
     reading: int = 0
     recorded: StepPlan | None = None
     symbols: StepSymbols | None = None
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     def recomputing(self, recompute: str) -> Self:
         """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.
@@ -150,7 +152,7 @@ def capture(
     plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
     symbols = StepSymbols(named_data(model, optimizer, inputs), losses, squares)
     trained, frozen = model.trained_tensors(), model.frozen_tensors()
-    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols)
+    captured = CapturedStep(plan, trained, frozen, optimizer.tensors(), runtime.reading_nbytes, symbols=symbols, whole=optimizer.whole)
     return captured.recomputing(run.step.recompute)
 
 

@@ -15,6 +15,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 FLOATS = {
     "adam": (1, 2, 3),
+    "adam8bit": (1, 3, 5),
     "add_rows_backward": (1,),
     "attention": (4, 5, 6),
     "attention_apply": (1,),
@@ -30,6 +31,7 @@ FLOATS = {
     "layer_norm": (4, 5),
     "layer_norm_backward": (2, 3, -2, -1),
     "mean_tokens": (1,),
+    "muon_update": (1, 3),
     "norm_apply": (1, 2),
     "norm_backward_apply": (2, 3, 5, 6, 9, 10),
     "norm_backward_sums": (2, 3, 5, 6),
@@ -47,7 +49,11 @@ FLOATS = {
 }
 """Arguments that stay fp32 where activations and parameters are bf16: statistics, gradients of weights, moments, masters."""
 
-ONLY_FLOATS = {"head_finish", "norm_finish", "rotary_angles", "rotary_angles_at", "sum_scalars"}
+ONLY_FLOATS = {"head_finish", "norm_finish", "rotary_angles", "rotary_angles_at", "sum_scalars"} | {
+    "muon_momentum",
+    "muon_normalise",
+    "muon_polynomial",
+}
 
 LOOSE = {"rotary_angles": 2e-4, "rotary_angles_at": 2e-4}
 """Angles of late positions are rounded in fp32 before their cosine is taken."""

@@ -267,6 +267,23 @@ def _adam(make: Maker, decoupled: bool, clip: bool) -> Case:
     return args, [], {"row": 1, "decoupled": decoupled, "max_norm": 1.0, "clip": clip, "master": False}
 
 
+def _adam8bit(make: Maker, clip: bool) -> Case:
+    """36 blocks and a short one."""
+    m, v = (make.rng.integers(0, 256, (31, 300)).astype(np.uint8) for _ in range(2))
+    scales = [(make.rng.random(37) + 0.5).astype(np.float32) for _ in range(2)]
+    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    args = [make(31, 300), make(31, 300), m, scales[0], v, scales[1], hyper, *([np.array([400.0])] if clip else [])]
+    return args, [], {"row": 1, "max_norm": 1.0, "clip": clip, "master": False}
+
+
+_MUON = np.array([[9.0] * 8, [0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
+
+
+def _muon_momentum(make: Maker, nesterov: bool, clip: bool) -> Case:
+    args = [make(31, 300), make(31, 300), make(31, 300), _MUON.copy(), *([np.array([400.0])] if clip else [])]
+    return args, [2], {"row": 1, "nesterov": nesterov, "max_norm": 1.0, "clip": clip}
+
+
 def _sgd(make: Maker, momentum: float, nesterov: bool) -> Case:
     hyper = np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]])
     args = [make(31, 300), make(31, 300), hyper, *([make(31, 300)] if momentum else []), make(31, 300)]
@@ -320,6 +337,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in KINDS],
     "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, d=d, c=c: _adam(m, d, c) for d in (False, True) for c in (False, True)],
+    "adam8bit": [lambda m, c=c: _adam8bit(m, c) for c in (False, True)],
     "add": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "add_into": [lambda m: ([m(5, 7), m(5, 7)], [1], {"accumulate": False}), lambda m: ([m(5, 7), m(5, 7)], [], {"accumulate": True})],
     "add_rows": [lambda m: ([m(3, 5, 7), m(6, 7), m(3, 5, 7)], [2], {})],
@@ -334,6 +352,21 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
         *[lambda m, n=n, f=f, p=p: patterned_attention(m, n, first=f, p=p) for n in PATTERNS for f, p in ((True, 0.0), (False, 0.3))],
         *[lambda m, n=n: patterned_attention(m, n, first=True, causal=False) for n in ("cap", "bias", "documents")],
+    ],
+    "gram": [
+        lambda m, t=t, a=a: ([m(20, 33), m(33, 33) if t else m(20, 20)], [] if a else [1], {"trans": t, "alpha": 0.5, "accumulate": a})
+        for t in (False, True)
+        for a in (False, True)
+    ],
+    "muon_momentum": [lambda m, n=n, c=c: _muon_momentum(m, n, c) for n in (False, True) for c in (False, True)],
+    "muon_normalise": [lambda m, t=t: ([m(31, 300), np.array([t]), _MUON.copy()], [], {"row": 1}) for t in (0.0, 9.0)],
+    "muon_polynomial": [
+        lambda m: ([m(31, 31), m(31, 31)], [1], {"a": 3.4, "b": -4.8, "diagonal": True}),
+        lambda m: ([m(31, 20), m(31, 20)], [1], {"a": 3.4, "b": -4.8, "diagonal": False}),
+    ],
+    "muon_update": [
+        lambda m: ([m(31, 300), m(31, 300), _MUON.copy()], [], {"row": 1, "ratio": 1.5, "master": False}),
+        lambda m: ([m(31, 300), m(31, 300), _MUON.copy(), m(31, 300)], [0], {"row": 1, "ratio": 1.5, "master": True}),
     ],
     "whole_attention": [lambda m, c=c, g=g: _whole_attention(m, backward=False, causal=c, group=g) for c in (False, True) for g in (1, 3)],
     "whole_attention_backward": [lambda m, c=c, g=g: _whole_attention(m, backward=True, causal=c, group=g) for c in (False, True) for g in (1, 3)],

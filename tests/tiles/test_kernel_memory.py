@@ -230,6 +230,22 @@ def _adam(m: Maker, decoupled: bool, clip: bool, master: bool) -> Call:
     return [*args, *_update_room(m, not decoupled, clip, False)], {**constants, "max_norm": 1.0, "clip": clip, "master": master}
 
 
+def _adam8bit(m: Maker, clip: bool, master: bool) -> Call:
+    codes, scales = (
+        [np.zeros((1, m.rows, m.columns), np.uint8) for _ in range(2)],
+        [np.ones(-(-m.rows * m.columns // 256), np.float32) for _ in range(2)],
+    )
+    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    tiles = [m.tile(), m.tile(), codes[0], scales[0], codes[1], scales[1], hyper]
+    rest = [*([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
+    return [*tiles, *rest], {"row": 0, "max_norm": 1.0, "clip": clip, "master": master}
+
+
+def _muon(m: Maker, count: int, **constants: Any) -> Call:
+    hyper = np.array([[0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
+    return [*(m.tile()[0] for _ in range(count)), hyper], {"row": 0, **constants}
+
+
 def _sgd(m: Maker, momentum: float, nesterov: bool, clip: bool) -> Call:
     hyper = np.array([[0.1, 0, 0, momentum, 0, 0, 0.1, 0]])
     args = [m.tile(), m.tile(), hyper, *([m.tile()] if momentum else []), *([np.array([1e9])] if clip else []), m.tile()]
@@ -327,6 +343,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "activation": _each(KINDS, 2),
     "activation_backward": _each(KINDS, 3),
     "adam": [lambda m, d=d, c=c, w=w: _adam(m, d, c, w) for d in (False, True) for c in (False, True) for w in (False, True)],
+    "adam8bit": [lambda m, c=c, w=w: _adam8bit(m, c, w) for c in (False, True) for w in (False, True)],
     "add": _tiles(3),
     "add_into": [*_tiles(2, accumulate=False), *_tiles(2, accumulate=True)],
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
@@ -362,6 +379,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "gate": _each(KINDS, 3),
     "gate_backward": _each(KINDS, 5),
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
+    "gram": [lambda m, t=t: ([m(512, 512), m(512, 512)], {"trans": t, "alpha": 1.0, "accumulate": False}) for t in (False, True)],
     "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
     "head_forward": [lambda m, h=h: _head(m, backward=False, how=h) for h in (PLAIN, Head(True, cap=1.5))],
@@ -381,6 +399,10 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     ],
     "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
     "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
+    "muon_momentum": [lambda m, n=n: _muon(m, 3, nesterov=n, max_norm=0.0, clip=False) for n in (False, True)],
+    "muon_normalise": [lambda m: ([m.tile(), np.ones(1), np.array([[0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])], {"row": 0})],
+    "muon_polynomial": [lambda m: ([m(768, 768), m(768, 768)], {"a": 1.0, "b": 2.0, "diagonal": True})],
+    "muon_update": [lambda m: _muon(m, 2, ratio=1.0, master=False)],
     "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],
     "norm_backward_apply": [_norm_backward_apply],
     "norm_backward_sums": [

@@ -14,6 +14,8 @@ from . import (  # noqa: F401
     embedding,
     loss,
     matmul,
+    moments,
+    muon,
     norm,
     optimizer,
     pages,

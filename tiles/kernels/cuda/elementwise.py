@@ -52,6 +52,9 @@ def copy(x: DeviceArray, out: DeviceArray) -> None:
 @register("fill", "cuda")
 def fill(out: DeviceArray, *, value: float) -> None:
     """out = value everywhere."""
+    if out.dtype == np.uint8:
+        _source.each("fill_bytes", np.dtype(np.float32), out.size, out, np.int32(value))
+        return
     _source.each("fill", out.dtype, out.size, out, np.float32(value), is_wide=True)
 
 
@@ -204,6 +207,12 @@ def gather_rows(source: DeviceArray, rows: DeviceArray, out: DeviceArray, *, sta
 def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) over rows."""
     device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+
+
+@register("gram", "cuda")
+def gram(x: DeviceArray, out: DeviceArray, *, trans: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
+    device().gemm(x, x, out, trans_a=trans, trans_b=not trans, alpha=alpha, accumulate=accumulate)
 
 
 @register("batched_matmul", "cuda")

@@ -307,7 +307,7 @@ class DaskCluster:
         team.call("connect", [address for address, *_ in places], patience=patience)
         trained = list(shapes.trained.values())
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
-        largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.workers))) * max(widest, 1))
+        largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.workers), shapes.whole)) * max(widest, 1))
         hosts = [machine.host for machine in team.workers]
         board = run.directory.name if self._has_board() else ""
         opening = [

@@ -43,7 +43,7 @@ class Mirror(InlineRuntime):
     def __init__(self, team: Team, shapes: ModelShapes) -> None:
         super().__init__()
         self._team = team
-        owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors)))
+        owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors), shapes.whole))
         self._owners = {
             name: [owners[which, number] for number in range(t.tiling.num_tiles)] for which, (name, t) in enumerate(shapes.trained.items())
         }

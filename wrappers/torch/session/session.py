@@ -59,8 +59,9 @@ class Session(SessionFiles):
 
     Args:
         module: any module on the CPU, or with `weights` a module without values. Its tensors move into the session.
-        optimizer: "sgd", "adam", "adamw", or an instance of these classes of torch.optim over the module's parameters. Every step reads the options
-            of its groups, so that PyTorch's schedulers work; its state is in the session.
+        optimizer: "sgd", "adam", "adamw", "muon", "adamw8bit", or instances of SGD, Adam, AdamW or Muon of torch.optim over the module's parameters
+            (or a list of a Muon and an AdamW for all but matrices). Every step reads the options of its groups, so that PyTorch's schedulers work;
+            its state is in the session.
         arguments: the keywords below, which are handed on as three groups, `Learning`, `Resources` and `Execution` (`arguments`).
         lr: learning rate of an optimizer given by name.
         loss: function of the module's result and the batch that returns a scalar; None if the result has the loss (`.loss`), or is the loss.
@@ -107,7 +108,7 @@ class Session(SessionFiles):
 
     __signature__ = signature()
 
-    def __init__(self, module: torch.nn.Module, optimizer: str | torch.optim.Optimizer = "adamw", **arguments: Any) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: Any = "adamw", **arguments: Any) -> None:
         check_torch(Session)
         learning, resources, execution, options = grouped(arguments)
         check_arguments(module, learning, resources, execution)

@@ -31,6 +31,7 @@ from ..session.session import Session
 from ..steps.captures import Captures
 from ..steps.dry import CapturedPasses, PassTerms, captured_step
 from ..steps.modules import shared_buffers
+from ..steps.muon import AdamW8bitOptions, muon_of
 from ..tasks.calls import Capture
 from ..tasks.cuts import LARGEST_TILE, tiles_of
 from ..tasks.segments import flops_of
@@ -201,10 +202,13 @@ def optimizer_of(spec: OptimizerSpec, module: torch.nn.Module) -> torch.optim.Op
         for is_matrix in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
+    if spec.kind == "muon":
+        options = {"lr": spec.lr, "weight_decay": spec.weight_decay, "momentum": spec.momentum, "betas": (spec.beta1, spec.beta2), "eps": spec.eps}
+        return muon_of(module, options, vectors_decay=False)
     if spec.kind == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum)
-    kind = torch.optim.Adam if spec.kind == "adam" else torch.optim.AdamW
-    return kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamw8bit": AdamW8bitOptions}
+    return kinds[spec.kind](groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
 
 
 def _counts(run: LanguageRun, one: Pass) -> FlopCounts:

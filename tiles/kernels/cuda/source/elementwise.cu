@@ -72,6 +72,11 @@ KERNEL fill(T *out, float value, long long count) {
 }
 EXPORT(fill)
 
+KERNEL fill_bytes(unsigned char *out, int value, long long count) {
+    EACH(i, count) out[i] = (unsigned char)value;
+}
+EXPORT(fill_bytes)
+
 KERNEL to_float(const T *x, float *out, long long count) {
     map(count, [](float x) { return x; }, out, x);
 }
