@@ -28,7 +28,7 @@ from scheduler.core.memory.reservations import Reservations
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import ANY, RW, HandleRecord, R, W
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning.recompute import Values, recomputed
+from scheduler.planning.recompute import Recomputation, Values
 from scheduler.testing import FakeDriver, FakeStep, mix
 
 NUM_CASES = int(os.environ.get("NNTASK_NO_HANG_CASES", "1000"))
@@ -99,7 +99,8 @@ def prepare(
         leaves = frozenset(range(extras[0] % 3, len(drawn.tasks), 1 + extras[-1] % 4))
         step = driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves)
         if again:
-            plan = recomputed(Values(step.plan), [handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in step.plan.uses])
+            handles = {handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in step.plan.uses}
+            plan = Recomputation(handles=handles).apply(Values(step.plan))
             assert left_by(plan) == left_by(step.plan)
             step = FakeStep(driver, plan)
         return driver, drawn, step
