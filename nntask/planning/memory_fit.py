@@ -27,8 +27,8 @@ from scheduler.planning import (
     as_asked,
     choose_plan,
     last_tier_bytes,
-    least_last_bytes,
     most_again,
+    thrifty_ranks,
     what_is_asked,
 )
 from tiles import TileTensor
@@ -212,12 +212,15 @@ def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, qu
     Args:
         quick: whether to return the first needs that the last tier satisfies, of which the submission order's come first.
     """
-    least = needs_of(plan, reading=reading)
-    for candidate in chain([plan], most_again(plan) if recompute == AUTO else ()):
-        if quick and least.fits_last(target):
-            break
-        total, passive = least_last_bytes(candidate)
-        least = min(least, replace(least, total=total, passive=passive), key=lambda needs: needs.last(target))
+    least, computes = needs_of(plan, reading=reading), target.last in target.compute_nodes
+    steps = chain([plan], most_again(plan) if recompute == AUTO else ())
+    candidates = ((step, ranks) for step in steps for ranks in thrifty_ranks(step))
+    while not (quick and least.fits_last(target)) and (candidate := next(candidates, None)) is not None:
+        step, ranks = candidate
+        nbytes = last_tier_bytes(step, computes=computes, ranks=ranks)
+        if nbytes < least.last(target):
+            other = last_tier_bytes(step, computes=not computes, ranks=ranks)
+            least = replace(least, total=nbytes if computes else other, passive=other if computes else nbytes)
     return least
 
 

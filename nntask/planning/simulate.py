@@ -299,14 +299,18 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
     """
     step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
 
-    def look(size: int) -> tuple[Needs, int, int]:
-        """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks."""
+    def look(size: int, *, quick: bool = True) -> tuple[Needs, int, int]:
+        """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks.
+
+        Args:
+            quick: argument of `least_needs`.
+        """
         model = run.model
         changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
         captured = capture(changed)
         inputs = sum(handle.size for handle in captured.plan.uses if handle.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
-        return least_needs(captured.plan, changed, target, reading=captured.reading), nbytes, len(captured.plan.tasks)
+        return least_needs(captured.plan, changed, target, quick=quick, reading=captured.reading), nbytes, len(captured.plan.tasks)
 
     first, least, _ = look(step)
     needs, nbytes, num_tasks = look(2 * step)
@@ -315,13 +319,15 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
     growth = max(nbytes - least, needs.last(target) - first.last(target), 1)
     size, most, quick = 2 * step, most_tiles(run.cut(batch=step, minibatch=step)) * step, MANY_TASKS // 2 // num_tasks * step
     limit = most  # larger sizes do not fit
+    if size >= quick:
+        needs, _, _ = look(size, quick=False)
     while size < limit:
         free = target.budgets[last] - needs.minimum(target)[last]
         larger = min(size + free // growth * step, limit)
         if size >= quick:
             return larger, larger == most
         larger = min(max(larger, size + step), quick)
-        larger_needs, more, _ = look(larger)
+        larger_needs, more, _ = look(larger, quick=larger < quick)  # the least needs, since no further step is captured
         growth = max(growth, -(-max(more - nbytes, larger_needs.last(target) - needs.last(target)) * step // (larger - size)))
         if larger_needs.fit(target):
             size, needs, nbytes = larger, larger_needs, more

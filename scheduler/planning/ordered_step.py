@@ -6,7 +6,7 @@ tier below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final
@@ -44,12 +44,12 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
     return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
 
 
-def least_last_bytes(plan: StepPlan) -> tuple[int, int]:
-    """Return the smallest `last_tier_bytes` of the orders of `SMALLEST`, with and without tasks on the last tier."""
+def thrifty_ranks(plan: StepPlan) -> Iterator[list[int]]:
+    """Yield the place of each task in the orders in which live data takes the fewest bytes."""
     structure = structure_of(plan)
-    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, structure, name)) is not None]
-    with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=of_order) for of_order in ranks) for computes in (True, False))
-    return with_tasks, without
+    for name in SMALLEST:
+        if (order := named(plan, structure, name)) is not None:
+            yield _ranks(order)
 
 
 def _ranks(positions: Sequence[int]) -> list[int]:
