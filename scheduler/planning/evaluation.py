@@ -22,7 +22,7 @@ class PlanCandidate:
     """A way to execute a step.
 
     Attributes:
-        step: the step with its recomputation, on a machine; or the share of one device.
+        step: the step with its recomputation, divided between the devices of a machine; or the share of one of them.
         recomputation: selection of the values that it recomputes.
         order: name of its order.
         forecast: its costs; of a step that fits, only the seconds of its tasks, and without recomputation not even those.
