@@ -38,10 +38,10 @@ from .memory_fit import (
     CapturedStep,
     capture,
     least_needs,
+    least_tasks,
     most_tiles,
     no_collections,
     order_or_needs,
-    work_of,
 )
 from .needs import Needs, shortage
 from .run_candidates import best_updater, with_few_tasks
@@ -122,7 +122,7 @@ def plan_step(
     if order is None:
         order, needs = order_or_needs(found, run, target)
     if needs is None:
-        needs = least_needs(plan, run, target, order, reading=found.reading)
+        needs = least_needs(plan, target, run.step.recompute, run.step.order, reading=found.reading)
     simulation, refusal, lack = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
@@ -258,14 +258,14 @@ def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, An
     run = with_free_order(run)  # other steps have other orders
     largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(run, target)
     return {
-        "largest_model": _largest_model(run, target, per_minibatch / work_of(run)),
+        "largest_model": _largest_model(run, target, per_minibatch / least_tasks(run)),
         "largest_minibatch": largest,
         "largest_minibatch_is_of_tasks": is_of_tasks,
     }
 
 
-def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) -> str | None:
-    """Return the largest preset of the family that fits.
+def _largest_model(run: RunConfig, target: MachineModel, ratio: float) -> str | None:
+    """Return the largest preset of the family that fits, where steps have `ratio` times `least_tasks`.
 
     Tile sizes come from the table for each preset. Two minibatches at most are captured, since more need no more memory.
     """
@@ -284,9 +284,9 @@ def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) 
             tiling = default_tiling(preset, minibatch, length, device=run.machine.gpus.device_class)
         changed = run.with_model(config=preset, seq_len=length, tiling=tiling.resolve(preset, minibatch, length))
         count = min(2, run.step.num_minibatches)
-        if count * tasks_per_work * work_of(changed) > MANY_TASKS:
+        if count * ratio * least_tasks(changed) > MANY_TASKS:
             continue
-        if least_needs(capture(changed, count).plan, changed, target, quick=True).fit(target):
+        if least_needs(capture(changed, count).plan, target, changed.step.recompute, changed.step.order, quick=True).fit(target):
             return name
     return None
 
@@ -310,7 +310,8 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
         captured = capture(changed)
         inputs = sum(handle.size for handle in captured.plan.uses if handle.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
-        return least_needs(captured.plan, changed, target, quick=quick, reading=captured.reading), nbytes, len(captured.plan.tasks)
+        needs = least_needs(captured.plan, target, changed.step.recompute, changed.step.order, quick=quick, reading=captured.reading)
+        return needs, nbytes, len(captured.plan.tasks)
 
     first, least, _ = look(step)
     needs, nbytes, num_tasks = look(2 * step)

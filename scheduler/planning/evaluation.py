@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .device_share import device_bytes
 from .forecast import Forecast
 from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import Recomputation
@@ -46,10 +45,9 @@ class PlanCandidate:
     @property
     def moves_nothing(self) -> bool:
         """Whether no data but that of tasks aside leaves the memory where tasks run."""
-        machine, plan = self.step.machine, self.step.plan
-        if not plan.has_aside:
+        if not self.step.plan.has_aside:
             return self.order == SUBMISSION and self.step.fits
-        return device_bytes(self.step.planned(self.order), machine.num_devices) <= machine.memory
+        return self.step.device_bytes(self.step.planned(self.order)) <= self.step.machine.memory
 
     @property
     def is_bound_by_tasks(self) -> bool:

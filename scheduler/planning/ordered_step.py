@@ -14,12 +14,13 @@ from typing import Final
 
 from ..core.records import HandleRecord
 from ..core.step_plan import StepPlan
-from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks, share_of
+from .device_share import SIDE_BY_SIDE, devices_of_share, devices_of_tasks, largest_device_bytes, of_tasks, own_tasks, share_of
 from .forecast import SHARE, SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
 from .machine_pace import PlanningMachine, reads_files
 from .orders import candidates, named
 from .step_structure import StepStructure, structure_of
 from .tile_traffic import Touches
+from .value_groups import AUTO
 
 SUBMISSION: Final = "submission"
 
@@ -45,12 +46,12 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
     return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
 
 
-def thrifty_ranks(plan: StepPlan) -> Iterator[list[int]]:
-    """Yield the place of each task in the orders in which live data takes the fewest bytes."""
+def order_ranks(plan: StepPlan, order: str) -> Iterator[list[int]]:
+    """Yield the place of each task in an order that the step has; for "auto", in those in which live data takes the fewest bytes."""
     structure = structure_of(plan)
-    for name in SMALLEST:
-        if (order := named(plan, structure, name)) is not None:
-            yield _ranks(order)
+    for name in SMALLEST if order == AUTO else (order,):
+        if (positions := named(plan, structure, name)) is not None:
+            yield _ranks(positions)
 
 
 def _ranks(positions: Sequence[int]) -> list[int]:
@@ -170,8 +171,12 @@ class OrderedStep:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """Bytes of device memory, all devices together, with which data moves between devices only."""
-        return device_bytes(self.plan, self.machine.num_devices)
+        """Bytes of `device_bytes` that the submission order needs."""
+        return self.device_bytes(self.plan)
+
+    def device_bytes(self, plan: StepPlan) -> int:
+        """Return the bytes of the memory where tasks run, all devices together, with which an order's data moves between devices only."""
+        return self._num_devices * largest_device_bytes(plan, self.machine.num_devices)
 
     @cached_property
     def _structure(self) -> StepStructure:
