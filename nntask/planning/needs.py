@@ -100,7 +100,7 @@ class Needs:
 
 def working_set(task: RecordedTask) -> int:
     """Return the bytes that a task uses while it runs."""
-    return sum(handle.size for handle, _ in task.accesses)
+    return sum(handle.spec.size for handle, _ in task.accesses)
 
 
 def shortage(target: MachineModel, needs: Needs) -> Shortage:

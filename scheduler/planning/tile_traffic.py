@@ -61,10 +61,10 @@ class Touches:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.handles = sorted(plan.uses, key=lambda handle: handle.id)
-        self.sizes = [handle.size for handle in self.handles]
+        self.sizes = [handle.spec.size for handle in self.handles]
         tile = {handle: number for number, handle in enumerate(self.handles)}
         self.data = [[(tile[handle], mode != W, mode != R) for handle, mode in task.accesses if mode != SCRATCH] for task in plan.tasks]
-        self.scratch = [sum(handle.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
+        self.scratch = [sum(handle.spec.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
         aside = (position for position, is_aside in enumerate(plan.aside) if is_aside)
         self.overwritten = {position: {tile for tile, _, writes in self.data[position] if writes} for position in aside}
         self._is_mortal = [plan.owned.get(handle) is False for handle in self.handles]
@@ -149,7 +149,14 @@ class _Memory:
             self._evict(start + now)
         moves = Moves(self.used, added, read, far_read, self._written, after)
         self.used -= scratch
-        last_use, dirty, heaps, stays, num, has_disk = self._last_use, self._dirty, self._heaps, self._stays, len(self._sizes), self._below is not None
+        last_use, dirty, heaps, stays, num, has_disk = (
+            self._last_use,
+            self._dirty,
+            self._heaps,
+            self._stays,
+            len(self._sizes),
+            self._below is not None,
+        )
         for (tile, _, writes), following in zip(data, next_uses, strict=True):
             if following == DEAD:
                 self.used -= self._sizes[tile]
