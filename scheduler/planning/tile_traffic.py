@@ -149,14 +149,8 @@ class _Memory:
             self._evict(start + now)
         moves = Moves(self.used, added, read, far_read, self._written, after)
         self.used -= scratch
-        last_use, dirty, heaps, stays, num, has_disk = (
-            self._last_use,
-            self._dirty,
-            self._heaps,
-            self._stays,
-            len(self._sizes),
-            self._below is not None,
-        )
+        last_use, dirty, heaps, stays, num = self._last_use, self._dirty, self._heaps, self._stays, len(self._sizes)
+        has_disk = self._below is not None
         for (tile, _, writes), following in zip(data, next_uses, strict=True):
             if following == DEAD:
                 self.used -= self._sizes[tile]
