@@ -54,13 +54,13 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
         ValueError: the step has no order of that name, or no results of such an operation that could be recomputed.
     """
     step = OrderedStep(as_asked(plan, recompute), machine if len(plan.tasks) <= MOST_JUDGED else replace(machine, judge=None))
-    for part in _parts(step, order, recompute):
-        candidates = _searched(part, order) if recompute == AUTO else evaluate(part, order, Recomputation(recompute))
+    for searched in _steps_to_search(step, order, recompute):
+        candidates = _searched(searched, order) if recompute == AUTO else evaluate(searched, order, Recomputation(recompute))
         best = _on_all_devices(best_of(candidates), step)
-        if best is not None and (best.fits or part is step):
+        if best is not None and (best.fits or searched is step):
             break
     assert best is not None  # a candidate of the whole step stays as it is
-    if part is not step:
+    if searched is not step:
         return _planned(best, [candidates[0], best])
     return _judged(best, candidates, order) if step.machine.judge is not None else _planned(best, candidates)
 
@@ -140,7 +140,7 @@ def _others_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate], o
     return [next((each for each in rows if each.order == order), rows[0]) for rows in [*others.values()][:most]]
 
 
-def _parts(step: OrderedStep, order: str, recompute: str) -> Iterator[OrderedStep]:
+def _steps_to_search(step: OrderedStep, order: str, recompute: str) -> Iterator[OrderedStep]:
     """Yield the step, before it the share of one device if that is searched faster and forecasts are within 1 % of those of all.
 
     That is so if tasks are many and everything is left to the planner, unless everything fits or the tiers below the devices may be short.
@@ -153,7 +153,7 @@ def _parts(step: OrderedStep, order: str, recompute: str) -> Iterator[OrderedSte
 
 
 def _on_all_devices(candidate: PlanCandidate, step: OrderedStep) -> PlanCandidate | None:
-    """Return a candidate for all devices with what was chosen for the share of one; None if the whole step has no such groups of values."""
+    """Return a candidate for all devices like the best one of a share; None if the whole step has no such groups of values."""
     if not candidate.step.is_share:
         return candidate
     chosen, values = candidate.recomputation, Values(step.recorded)
