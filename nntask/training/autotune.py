@@ -198,7 +198,7 @@ def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: Fals
         with no_collections():
             whole = capture(run)
             target = this_machine(run.machine)
-            fits = least_needs(whole.plan, run, target, quick=True).fit(target)
+            fits = least_needs(whole.plan, target, run.step.recompute, run.step.order, quick=True).fit(target)
     except UsageError:
         return inf, "too many tasks"
     if not fits:

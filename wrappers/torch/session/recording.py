@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, is_device, this_machine
-from nntask.planning import no_collections, shortage, thriftiest_needs
+from nntask.planning import least_needs, no_collections, shortage
 from scheduler import Handle, Runtime, Step
 from scheduler.planning import AUTO, NONE, PlannedOrder, as_asked
 from tiles import TileTensor
@@ -175,7 +175,7 @@ class StepRecorder:
             plan = as_asked(plan, recompute)
         except ValueError as error:
             raise UsageError(f"recompute={recompute!r}: {error}") from error
-        needs = thriftiest_needs(plan, machine, recompute, quick=True)
+        needs = least_needs(plan, machine, recompute, quick=True)
         if not needs.fit(machine):
             lack = shortage(machine, needs)
             is_of_device = is_device(lack.node)

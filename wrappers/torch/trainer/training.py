@@ -17,7 +17,7 @@ from nntask.checkpoints import Checkpoint
 from nntask.config import LanguageRun, OptimizerSpec, TrainSettings, resolve_untiled
 from nntask.hardware import FlopCounts, MachineModel, MachineRequest, check_budgets, requested_devices, reuse_freed_memory, this_machine, with_budgets
 from nntask.io import parse_size
-from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, thriftiest_needs
+from nntask.planning import CapturedStep, Needs, least_needs, more_memory, no_collections, plan_step
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime
 from scheduler.planning import PlannedOrder
@@ -165,7 +165,7 @@ class TorchModel:
             return remedies
         smaller = replace(run, step=replace(run.step, minibatch=1))
         captured = self.capture(smaller)
-        if thriftiest_needs(captured.plan, target, run.step.recompute, quick=True, reading=captured.reading).fit(target):
+        if least_needs(captured.plan, target, run.step.recompute, quick=True, reading=captured.reading).fit(target):
             remedies.append("--minibatch 1")
         return remedies
 
