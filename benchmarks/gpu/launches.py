@@ -13,10 +13,7 @@ from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from tiles.kernels import HollowGpu
-from tiles.kernels.cuda.array import DeviceArray
-from tiles.kernels.cuda.compiling import source_text
-from tiles.kernels.cuda.launch import KernelSource
+from tiles.kernels import DeviceArray, HollowGpu, KernelSource, source_text
 
 SIZES: Final = {"T": 0, "bf16": 2, "float": 4, "int": 4, "double": 8, "u64": 8}
 """Bytes of a number by its type in a source; T has those of the launch."""
@@ -36,6 +33,8 @@ PARTS: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
 """Bytes of kernels that touch a part of an array, from their arguments by name."""
 OF_PARTS: Final = ("add_parts", "column_sums_of_pieces")
 """Kernels that read the partial sums of the arrays in a table, which are small."""
+OF_ROWS: Final = ("normalise", "norm_backward")
+"""Kernels of which a block has whole rows of their first array."""
 PAIRS: Final = {"flash": 2, "flash_dq": 3, "flash_dkv": 4}
 """Number of products of queries and keys, or of the same size, by kernel of attention."""
 
@@ -50,6 +49,8 @@ class Launch(NamedTuple):
         nbytes: bytes that it must read and write.
         flops: floating-point operations on tensor cores.
         written: bytes of the result of a product; 0 for other kernels.
+        rows: rows of a block, for kernels of which a block has whole rows; 0 for others.
+        turns: iterations in which its threads access a row, 16 bytes a thread.
     """
 
     kernel: str
@@ -59,6 +60,8 @@ class Launch(NamedTuple):
     nbytes: int
     flops: float
     written: int = 0
+    rows: float = 0.0
+    turns: float = 0.0
 
 
 class Parameter(NamedTuple):
@@ -136,7 +139,11 @@ def recording(gpu: RecordingGpu) -> Iterator[list[Launch]]:
         source: KernelSource, kernel: str, element: Any, *arguments: Any, grid: tuple[int, int, int], threads: int = 256, shared: int = 0
     ) -> None:
         nbytes = nbytes_of(kernel, parameters(source.name)[kernel], arguments, element.itemsize)
-        gpu.launches.append(Launch(kernel, source.name, prod(grid), threads, nbytes, _attention_flops(kernel, arguments)))
+        launch = Launch(kernel, source.name, prod(grid), threads, nbytes, _attention_flops(kernel, arguments))
+        if kernel in OF_ROWS:
+            width = arguments[0].shape[-1]
+            launch = launch._replace(rows=arguments[0].size / width / launch.blocks, turns=-(-width * element.itemsize // (16 * threads)))
+        gpu.launches.append(launch)
         start(source, kernel, element, *arguments, grid=grid, threads=threads, shared=shared)
 
     KernelSource.start = noted  # type: ignore[method-assign]

@@ -34,14 +34,27 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop on the path: instructions of an iteration, and bytes that a thread accesses in it."""
+    """A loop on the path.
+
+    Attributes:
+        instructions: instructions of an iteration, without those of `inner`.
+        nbytes: bytes of global memory that a thread accesses in an iteration, without those of `inner`.
+        inner: loops in it.
+    """
 
     instructions: int
     nbytes: int
+    inner: tuple[Loop, ...] = ()
 
 
 class Path(NamedTuple):
-    """Instructions of a warp: those outside loops, loops with global accesses, tensor-core operations of the kernel, and all its instructions."""
+    """Instructions of a warp.
+
+    Attributes:
+        straight: instructions outside `loops`.
+        loops: loops that access global memory; of others one iteration counts.
+        products, static: all tensor-core operations of the kernel, and all its instructions.
+    """
 
     straight: int
     loops: tuple[Loop, ...]
@@ -78,9 +91,8 @@ def path_of(code: bytes) -> Path:
     while block >= 0:
         taken.append(block)
         block = best[block][2]
-    loops, inside = _loops(instructions, ends, taken)
-    straight = sum(ends[block] - block for block in taken if block not in inside)
-    return Path(straight, loops, sum(one.code == _PRODUCT for one in instructions), len(instructions))
+    whole = _loop(instructions, ends, taken)
+    return Path(whole.instructions, whole.inner, sum(one.code == _PRODUCT for one in instructions), len(instructions))
 
 
 def _starts(instructions: list[Instruction]) -> list[int]:
@@ -99,14 +111,21 @@ def _followers(last: Instruction, end: int) -> list[int]:
     return [last.target, end] if last.is_conditional else [last.target]
 
 
-def _loops(instructions: list[Instruction], ends: dict[int, int], taken: list[int]) -> tuple[tuple[Loop, ...], set[int]]:
-    """Return the innermost loops with global accesses on a path, and the blocks in them."""
-    loops, inside = [], set[int]()
-    for block in taken:
+def _loop(instructions: list[Instruction], ends: dict[int, int], body: list[int]) -> Loop:
+    """Return some blocks of a path, which are those of a loop, as a loop with its inner loops.
+
+    Args:
+        ends: end of each block, by its first instruction.
+        body: the blocks.
+    """
+    inner, outside = list[Loop](), [*body]
+    for block in reversed(body):
         target = instructions[ends[block] - 1].target
-        body = [one for one in taken if target <= one <= block] if 0 <= target <= block else []
-        nbytes = sum(one.nbytes for first in body for one in instructions[first : ends[first]])
-        if nbytes and not inside & set(body):
-            loops.append(Loop(sum(ends[first] - first for first in body), nbytes))
-            inside |= set(body)
-    return tuple(loops), inside
+        if block not in outside or not 0 <= target <= block or target not in outside or (target == body[0] and block == body[-1]):
+            continue
+        own = [one for one in body if target <= one <= block]
+        if any(one.nbytes for first in own for one in instructions[first : ends[first]]):
+            inner.append(_loop(instructions, ends, own))
+            outside = [one for one in outside if one not in own]
+    count = sum(ends[first] - first for first in outside)
+    return Loop(count, sum(one.nbytes for first in outside for one in instructions[first : ends[first]]), tuple(reversed(inner)))

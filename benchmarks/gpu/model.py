@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import kernel_speed
 from launches import Launch, RecordingGpu, recording, step_launches
+from machine_code import Loop, path_of
 from machine_code import Path as CodePath
-from machine_code import path_of
 
-from tiles.kernels.cuda.compiling import source_text
+from tiles.kernels import source_text
 
 RESULTS: Final = Path(__file__).with_name("model.json")
 PROFILE: Final = Path(__file__).with_name("first_card_results") / "profile.jsonl"
@@ -90,17 +90,26 @@ def paths(source: str) -> Mapping[str, CodePath]:
 def num_instructions(launch: Launch) -> float:
     """Return the number of instructions of all warps; 0 for products, whose code is cuBLAS's.
 
-    The loop that accesses the most bytes runs until all bytes have been accessed, others once. Attention has the instructions per tensor-core
-    operation of its whole code.
+    The loop that accesses the most bytes runs until all bytes have been accessed, others once. If blocks have whole rows, loops over a row and over
+    rows are known. Attention has the instructions per tensor-core operation of its whole code.
     """
     if not launch.source:
         return 0.0
     path, warps = paths(launch.source)[launch.kernel], launch.blocks * launch.threads / 32
     if launch.flops:
         return launch.flops / FLOPS_OF_PRODUCT * path.static / path.products
+    if launch.rows:
+        return warps * (path.straight + sum(_of_rows(loop, launch) for loop in path.loops))
     main = max(path.loops, key=lambda loop: loop.nbytes, default=None)
     others = path.straight + sum(loop.instructions for loop in path.loops if loop is not main)
     return warps * (others + (0 if main is None else main.instructions * max(1.0, launch.nbytes / warps / 32 / main.nbytes)))
+
+
+def _of_rows(loop: Loop, launch: Launch) -> float:
+    """Return the instructions of a loop over a row, or over rows if it has inner loops."""
+    if not loop.inner:
+        return loop.instructions * launch.turns
+    return launch.rows * (loop.instructions + sum(_of_rows(inner, launch) for inner in loop.inner))
 
 
 def time_of(launch: Launch, card: Card, instructions: float) -> Time:

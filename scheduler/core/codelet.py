@@ -65,7 +65,7 @@ class Link(NamedTuple):
     is_private: bool = False
 
 
-class Chain(NamedTuple):
+class KernelChain(NamedTuple):
     """Tasks of several codelets that one kernel of a CUDA worker can compute, because later ones read results of earlier ones.
 
     Attributes:
@@ -107,7 +107,7 @@ class Codelet:
     cuda_many: Many | None = None
     cpu_only: bool = False
     again: float = 0.0
-    chains: Sequence[Chain] = ()
+    chains: Sequence[KernelChain] = ()
 
     @property
     def kinds(self) -> tuple[WorkerKind, ...]:

@@ -47,7 +47,7 @@ class Member(NamedTuple):
     constants: Mapping[str, Any]
 
 
-class Start(NamedTuple):
+class PlannedLaunch(NamedTuple):
     """Tasks of a step that one call launches.
 
     Attributes:
@@ -59,8 +59,8 @@ class Start(NamedTuple):
     run: Many | None = None
 
 
-class Group(NamedTuple):
-    """Members of a fused task that one call launches, and the kernel for several of them, as in `Start`."""
+class Launch(NamedTuple):
+    """Members of a fused task that one call launches, and the kernel for several of them, as in `PlannedLaunch`."""
 
     members: Sequence[Member]
     run: Many | None
@@ -101,7 +101,7 @@ Make = Callable[[int, "ScratchView", DataClass], HandleRecord]
 
 @dataclass(frozen=True, slots=True)
 class HostScratch:
-    """Start of inner data in host memory.
+    """PlannedLaunch of inner data in host memory.
 
     Attributes:
         memory: memory of the node.
@@ -130,7 +130,7 @@ class FusedKernels:
         sections: data inside arguments of the fused task.
     """
 
-    def __init__(self, groups: Sequence[Group], sections: Sequence[HeldData]) -> None:
+    def __init__(self, groups: Sequence[Launch], sections: Sequence[HeldData]) -> None:
         self._groups = groups
         self._sections = sections
         self._members = [member for group in groups for member in group.members]
@@ -219,7 +219,7 @@ class FusedKernels:
 
 def join(
     plan: StepPlan,
-    starts: Sequence[Start],
+    starts: Sequence[PlannedLaunch],
     inside: Set[HandleRecord],
     make: Make,
     owned: dict[HandleRecord, bool],
@@ -260,7 +260,7 @@ def join(
         held.update(offsets)
     arguments = {handle: number for number, handle in enumerate((*modes, *held))}
     sections = [HeldData(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
-    groups = [Group([_member(plan.tasks[position], arguments) for position in positions], run) for positions, run in starts]
+    groups = [Launch([_member(plan.tasks[position], arguments) for position in positions], run) for positions, run in starts]
     whole = FusedKernels(groups, sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)

@@ -1,7 +1,7 @@
 """Launches of a fused GPU task: which of its members one call starts.
 
 Members of one codelet that are independent of each other start together (`Codelet.cuda_many`), and so do members that read each other's results where
-one kernel computes all of them (`Chain`). A launch is moved only past launches that use none of the data that it writes, and write none of
+one kernel computes all of them (`KernelChain`). A launch is moved only past launches that use none of the data that it writes, and write none of
 the data that it uses.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..core.codelet import Chain, Codelet
+from ..core.codelet import Codelet, KernelChain
 from ..core.records import RW, SCRATCH, HandleRecord, W
 from ..core.step_plan import RecordedTask, StepPlan
-from .fused_tasks import Start
+from .fused_tasks import PlannedLaunch
 
 LOOK_BACK: Final = 8
 """Largest number of launches between two tasks that are launched together, because the data of both is then allocated at the same time."""
@@ -34,7 +34,7 @@ class _Launch:
     """
 
     codelet: Codelet
-    chain: Chain | None = None
+    chain: KernelChain | None = None
     planned: Sequence[int] = ()
     positions: list[int] = field(default_factory=list)
     uses: set[HandleRecord] = field(default_factory=set)
@@ -52,7 +52,7 @@ class _Launch:
         return bool(self.uses & other.writes or self.writes & other.uses)
 
 
-def launches(plan: StepPlan, first: int, end: int) -> list[Start]:
+def launches(plan: StepPlan, first: int, end: int) -> list[PlannedLaunch]:
     """Divide tasks [first, end) of a step into launches.
 
     A task joins one of the last `LOOK_BACK` launches if that has the same codelet and the task is independent of that launch and all later ones.
@@ -77,14 +77,14 @@ def launches(plan: StepPlan, first: int, end: int) -> list[Start]:
     return [start for launch in result for start in _starts(launch)]
 
 
-def _starts(launch: _Launch) -> Iterator[Start]:
+def _starts(launch: _Launch) -> Iterator[PlannedLaunch]:
     """Yield a launch, or the tasks of an incomplete chain one by one."""
     if launch.chain is None:
-        yield Start(launch.positions, launch.codelet.cuda_many if len(launch.positions) > 1 else None)
+        yield PlannedLaunch(launch.positions, launch.codelet.cuda_many if len(launch.positions) > 1 else None)
     elif launch.positions == launch.planned:
-        yield Start(launch.positions, launch.chain.run)
+        yield PlannedLaunch(launch.positions, launch.chain.run)
     else:
-        yield from (Start([position]) for position in launch.positions)
+        yield from (PlannedLaunch([position]) for position in launch.positions)
 
 
 def _alike(earlier: Sequence[_Launch], own: _Launch) -> _Launch | None:
@@ -113,7 +113,7 @@ def _extend(result: list[_Launch], launch: _Launch, own: _Launch) -> bool:
     return True
 
 
-def _chains_at(plan: StepPlan, position: int, end: int, taken: dict[int, _Launch]) -> Iterator[tuple[Chain, list[int]]]:
+def _chains_at(plan: StepPlan, position: int, end: int, taken: dict[int, _Launch]) -> Iterator[tuple[KernelChain, list[int]]]:
     """Yield the chains that begin with a task and end before `end`, with the positions of their tasks, none of which is `taken`."""
     codelet = plan.tasks[position].codelet
     for chain in codelet.chains if isinstance(codelet, Codelet) else ():
@@ -127,7 +127,7 @@ def _chains_at(plan: StepPlan, position: int, end: int, taken: dict[int, _Launch
             yield chain, positions
 
 
-def _next_of(plan: StepPlan, chain: Chain, positions: Sequence[int]) -> int | None:
+def _next_of(plan: StepPlan, chain: KernelChain, positions: Sequence[int]) -> int | None:
     """Return the position of the task that continues a chain; None if there is none."""
     links = [link for link in chain.links if link.reader == len(positions)]
     results = [plan.tasks[positions[link.writer]].accesses[link.result][0] for link in links]

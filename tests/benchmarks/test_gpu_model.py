@@ -84,13 +84,13 @@ def test_products_have_their_operations(model: ModuleType) -> None:
 
 @pytest.mark.skipif(library() is None, reason="NVRTC's wheel is not installed")
 def test_machine_code_is_counted_along_the_widest_path(model: ModuleType) -> None:
-    """A warp adds 8 numbers of each of two arrays per iteration, with two loads and a store of 16 bytes; the committed instructions come of it."""
+    """A warp adds 8 numbers of each of two arrays per iteration, with two loads and a store of 16 bytes; the committed instructions of a step are counted that way."""
     path = model.path_of(machine_code("elementwise", "bf16", 90)["add"])
     assert max(loop.nbytes for loop in path.loops) == 48
     assert 0 < path.straight < path.static
-    numbers = array(16 * 1024 * 768)
-    (launch,) = launches_of(model, "add", numbers, numbers, numbers)
-    row = json.loads(model.RESULTS.read_text())["steps"]["GPT-2 small, 16 x 1,024"]["kernels"]["add"]
+    tiles = [array(16384, 768), array(768, 3072), array(3072), array(16384, 3072), array(16384, 3072)]
+    _, launch = launches_of(model, "linear_activation", *tiles, kind="gelu_new", trans_b=False, accumulate=False)
+    row = json.loads(model.RESULTS.read_text())["steps"]["GPT-2 small, 16 x 1,024"]["kernels"]["bias_activation"]
     assert model.num_instructions(launch) == pytest.approx(row["instructions"] / row["launches"])
 
 

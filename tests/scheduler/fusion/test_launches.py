@@ -12,7 +12,7 @@ from support.late_gpu import FILL, Numbers, both, gpus, value
 
 from scheduler import Codelet, R, Runtime, TaskRuntime, W
 from scheduler.api.inline_runtime import InlineRuntime
-from scheduler.core.codelet import Chain, Link
+from scheduler.core.codelet import KernelChain, Link
 
 PAGE = 4096
 Tasks = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
@@ -34,7 +34,7 @@ class Chained:
         assert TOTAL.cuda is not None
         two, three = (DOUBLE.cuda, TOTAL.cuda), (DOUBLE.cuda, TOTAL.cuda, TOTAL.cuda)
         links = (Link(0, 1, 1, 0, True), Link(1, -1, 2, 1))
-        chains = [Chain(three, links, self.run), Chain(two, links[:1], self.run), Chain(two, (Link(0, 1, 1, 1),), self.run)]
+        chains = [KernelChain(three, links, self.run), KernelChain(two, links[:1], self.run), KernelChain(two, (Link(0, 1, 1, 1),), self.run)]
         self.double = Codelet("double", cpu=DOUBLE.cpu, cuda=DOUBLE.cuda, chains=chains)
 
     def run(self, tasks: Tasks) -> None:
