@@ -180,7 +180,7 @@ class VirtualDriver:
             self._enter(self.now + self._seconds(copy), CopyFinished(copy.source, copy.target))
 
     def _seconds(self, copy: CopyTile) -> float:
-        return 0.0 if self.transfer is None else self.transfer(copy.source.node, copy.target.node, copy.source.handle.nbytes)
+        return 0.0 if self.transfer is None else self.transfer(copy.source.node, copy.target.node, copy.source.handle.spec.nbytes)
 
     def _enter(self, at: float, event: Event) -> None:
         self._num_begun += 1
@@ -312,8 +312,8 @@ def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
         driver.bring(TaskSubmitted(task))
         driver.run()
         if task.state != "done":
-            memory, size = driver.machine.memory, AccessSize("W", repr(handle), handle.size)
-            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.size, memory.budget(RAM), memory.used(RAM), sizes=(size,)))
+            memory, size = driver.machine.memory, AccessSize("W", repr(handle), handle.spec.size)
+            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.spec.size, memory.budget(RAM), memory.used(RAM), sizes=(size,)))
 
 
 def _detached(plan: StepPlan) -> StepPlan:
@@ -328,6 +328,7 @@ def _detached(plan: StepPlan) -> StepPlan:
             task.constants,
             task.priority,
             task.pin,
+            task.condition,
             aside=task.aside,
         )
         for task in plan.tasks
@@ -339,4 +340,4 @@ def _detached(plan: StepPlan) -> StepPlan:
 
 
 def _clone(handle: HandleRecord) -> HandleRecord:
-    return HandleRecord(HandleId(handle.id), handle.nbytes, handle.size, handle.view, handle.name, handle.kind, handle.data_class)
+    return HandleRecord(HandleId(handle.id), handle.spec)

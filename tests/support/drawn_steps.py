@@ -37,7 +37,7 @@ class DrawnStep:
         for at, pages in enumerate(sizes):
             (self.inputs if at < num_inputs else self.persistent).append(self.driver.handle(pages, f"p{at}"))
         for handle in self.inputs:
-            own = self.new(handle.size // PAGE, f"{handle.name} copy")
+            own = self.new(handle.spec.size // PAGE, f"{handle.spec.name} copy")
             self.tasks.append([(handle, R), (own, W)])
             self.readable.append(own)
         self.readable += self.persistent
