@@ -84,7 +84,7 @@ def test_products_have_their_operations(model: ModuleType) -> None:
 
 @pytest.mark.skipif(library() is None, reason="NVRTC's wheel is not installed")
 def test_machine_code_is_counted_along_the_widest_path(model: ModuleType) -> None:
-    """A warp adds 8 numbers of each of two arrays per iteration, with two loads and a store of 16 bytes; the committed instructions of a step are counted that way."""
+    """A warp adds 8 numbers of each of two arrays per iteration, with two loads and a store of 16 bytes; committed instructions are counted so."""
     path = model.path_of(machine_code("elementwise", "bf16", 90)["add"])
     assert max(loop.nbytes for loop in path.loops) == 48
     assert 0 < path.straight < path.static
