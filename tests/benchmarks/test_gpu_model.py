@@ -88,6 +88,8 @@ def test_machine_code_is_counted_along_the_widest_path(model: ModuleType) -> Non
     path = model.path_of(machine_code("elementwise", "bf16", 90)["add"])
     assert max(loop.nbytes for loop in path.loops) == 48
     assert 0 < path.straight < path.static
+    (rows, *_) = model.path_of(machine_code("norm", "bf16", 90)["norm_backward"]).loops
+    assert [loop.nbytes for loop in rows.inner] == [5 * 16, 7 * 16]  # of each row, x, gamma and three slopes; then a residual and dx too
     tiles = [array(16384, 768), array(768, 3072), array(3072), array(16384, 3072), array(16384, 3072)]
     _, launch = launches_of(model, "linear_activation", *tiles, kind="gelu_new", trans_b=False, accumulate=False)
     row = json.loads(model.RESULTS.read_text())["steps"]["GPT-2 small, 16 x 1,024"]["kernels"]["bias_activation"]
