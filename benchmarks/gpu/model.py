@@ -156,8 +156,8 @@ def step(preset: str, batch: int) -> dict[str, Any]:
     return result
 
 
-def calibration() -> list[dict[str, Any]]:
-    """Return the kernels that an H200 has run one at a time, with measured and expected microseconds."""
+def calibration() -> dict[str, Any]:
+    """Return the kernels that an H200 has run one at a time, with measured and expected microseconds, and its expected rate of GPT-2 small."""
     lines = [json.loads(line) for line in PROFILE.read_text().splitlines()]
     measured = {line["check"]: line["result"] for line in lines if line["command"] == "kernel_speed" and "result" in line}
     rows = []
@@ -173,7 +173,7 @@ def calibration() -> list[dict[str, Any]]:
                 expected = sum(time_of(launch, CARDS["H200"], num_instructions(launch)).expected for launch in launches)
                 seconds = float(measured[check][name].split()[0]) * 1e-6
                 rows.append({"step": check, "kernel": name, "measured_us": round(1e6 * seconds, 1), "expected_us": round(1e6 * expected, 1)})
-    return rows
+    return {"tokens_per_second": step("gpt2", 16)["cards"]["H200"]["tokens_per_second"], "kernels": rows}
 
 
 def printed(title: str, found: Mapping[str, Any]) -> str:
@@ -192,11 +192,11 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true", help="compare with the kernels that first_card_results has")
     options = parser.parse_args()
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows = calibration() if options.calibrate else before["calibration"]
-    results = {"sources": digest_of_sources(), "steps": {title: step(*asked) for title, asked in STEPS.items()}, "calibration": rows}
+    compared = calibration() if options.calibrate else before["calibration"]
+    results = {"sources": digest_of_sources(), "steps": {title: step(*asked) for title, asked in STEPS.items()}, "calibration": compared}
     print("\n\n".join(printed(title, found) for title, found in results["steps"].items()))
     print("\nH200, one kernel at a time: measured and expected us")
-    for row in rows:
+    for row in compared["kernels"]:
         print(f"  {row['step']:24}{row['kernel']:22}{row['measured_us']:9} {row['expected_us']:9} {row['expected_us'] / row['measured_us']:6.2f}")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
