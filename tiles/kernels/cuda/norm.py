@@ -158,7 +158,7 @@ def _norm_backward(
     dy, second, third = [*slopes, None, None][:3]
     numbers = (np.float32(offset), np.int32(num_rows), np.int32(width), np.int32(num_sums))
     arrays = (x, gamma, mean, rstd, dy, second, third, extra, dx, partial)
-    _source.start("norm_backward", x.dtype, *arrays, *numbers, grid=(pieces * LANES, 1, 1), threads=threads, shared=4 * (32 + 3 * width))
+    _source.start("norm_backward", x.dtype, *arrays, *numbers, grid=(pieces * LANES, 1, 1), threads=threads, shared=4 * (32 + num_sums * width))
     _add_partial_sums(partial, dgamma, dbeta, accumulate, sums)
 
 

@@ -71,15 +71,16 @@ template <int N> __device__ inline Numbers<T, N> slopes_of(const T *dy, const T 
     return d;
 }
 
-// Rows first, first + LANES, ... before `end`; `sums` (3, width) are those of dy xhat, dy and, if `has_columns`, dx over these rows. The thread of a
-// column adds them up.
+// Rows first, first + LANES, ... before `end`; `sums` (2 or 3, width) are those of dy xhat, dy and, if `has_columns`, dx over these rows. The thread of
+// a column adds them up.
 template <int N>
 __device__ inline void norm_backward_rows(
     const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *second, const T *third, const T *extra, T *dx, float *sums,
     float offset, int first, int end, int width, int has_columns, float *buffer) {
     PIECES_OF_ROW(j, N) {
         UNROLLED
-        for (int e = 0; e < N; e++) sums[j + e] = sums[width + j + e] = sums[2 * width + j + e] = 0.0f;
+        for (int e = 0; e < N; e++) sums[j + e] = sums[width + j + e] = 0.0f;
+        if (has_columns) store<N>(sums + 2 * width + j, load<N>(sums + j));
     }
     for (int r = first; r < end; r += LANES) {
         long long row = (long long)r * width;
