@@ -17,7 +17,7 @@ import numpy as np
 from scheduler import SCRATCH, Access, Codelet, Condition, Cost, Mode, Tail, TaskRuntime, W
 
 from .kernels.catalog import bf16_kernel, has_cuda, kernel
-from .kernels.registry import BF16, NARROW, Kernel, Native, own_activation, registered, registered_flops, registered_many
+from .kernels.registry import BF16, NARROW, Kernel, Native, own_activation, registered, registered_chains, registered_flops, registered_many
 from .view import TileView
 
 _ALIGNMENT: Final = 64
@@ -47,7 +47,7 @@ def _codelet_of(op: str, cpu: Kernel | None, cuda: Kernel | None) -> Codelet:
 
 @cache
 def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None, tail: Tail | None) -> Codelet:
-    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op), tail=tail, cuda_many=registered_many(cuda))
+    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op), tail=tail, cuda_many=registered_many(cuda), chains=registered_chains(cuda))
 
 
 @cache

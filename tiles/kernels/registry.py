@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 if TYPE_CHECKING:
-    from scheduler.machine import Many
+    from scheduler.machine import KernelChain, Many
 
 Backend = Literal["reference", "cpu", "cuda"]
 Kernel = Callable[..., None]
@@ -66,6 +66,7 @@ _activations: dict[str, Activation] = {}
 _native: dict[str, Native] = {}
 _flops: dict[str, FlopCount] = {}
 _many: dict[Kernel, Many] = {}
+_chains: dict[Kernel, list[KernelChain]] = {}
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
@@ -172,6 +173,16 @@ def register_many(kernel: Kernel) -> Callable[[Many], Many]:
 def registered_many(kernel: Kernel | None) -> Many | None:
     """Return the function that runs several tasks of a "cuda" kernel at once; None if there is none."""
     return None if kernel is None else _many.get(kernel)
+
+
+def register_chain(chain: KernelChain) -> None:
+    """Register a kernel for a chain of "cuda" kernels; a chain that is registered earlier takes precedence."""
+    _chains.setdefault(chain.kernels[0], []).append(chain)
+
+
+def registered_chains(kernel: Kernel | None) -> Sequence[KernelChain]:
+    """Return the chains that begin with a kernel."""
+    return () if kernel is None else tuple(_chains.get(kernel, ()))
 
 
 def registered(op: str, backend: Backend) -> Kernel | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate as accumulated
 from itertools import product as grid_of
 from typing import Any, Final
@@ -12,7 +12,7 @@ import numpy as np
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
 from .launch import PARTIALS_NBYTES, THREADS, KernelSource, blocks_for, device
-from .many import SUMS_NBYTES, Task, by_type, filled, groups_of, pieces_of, table
+from .many import SUMS_NBYTES, Row, Task, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
@@ -185,9 +185,26 @@ def _column_sums(tiles: Sequence[tuple[DeviceArray, DeviceArray]], flags: Sequen
     blocks = [count * number for count, (number, _) in zip(pieces, groups, strict=True)]
     element = tiles[0][0].dtype
     _source.start("column_sums", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * 4 * THREADS)
-    if max(pieces) > 1:
-        blocks = [-(-width // 32) if count > 1 else 0 for width, count in zip(widths, pieces, strict=True)]
+    _add_pieces(element, rows, numbers)
+
+
+def _add_pieces(element: np.dtype[Any], rows: Sequence[Row], numbers: Mapping[str, Sequence[int]]) -> None:
+    """total (+)= the sums of all pieces of rows, for each row (x, total, partial) of a table whose `x` has several pieces."""
+    blocks = [-(-width // 32) if count > 1 else 0 for width, count in zip(numbers["widths"], numbers["pieces"], strict=True)]
+    if any(blocks):
         _source.start("column_sums_of_pieces", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * THREADS)
+
+
+def activation_sums(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, total: DeviceArray, *, kind: str, accumulate: bool) -> None:
+    """dx = dy * activation'(x), as by `activation_backward`; total (+)= sums of its rows, as by `column_sums`."""
+    width = x.shape[-1]
+    num_rows = x.size // width
+    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, x, dy, dx)
+    partial = device().partials.at(_FLOAT, pieces, width)
+    sizes = (np.int32(num_rows), np.int32(width), np.int32(accumulate), np.int32(is_wide))
+    grid = (groups, pieces, 1)
+    _source.start("activation_sums", x.dtype, x, dy, dx, partial, total, _number(kind), *sizes, grid=grid, shared=4 * 4 * THREADS)
+    _add_pieces(x.dtype, [(dx, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
 
 
 @register("select_rows", "cuda")
