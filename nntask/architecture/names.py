@@ -75,6 +75,40 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """Matrices of all experts of a block as transformers holds them in memory, and files have them in rare cases: one array (E, rows, columns).
+
+    Args:
+        whole: name of the array in the module of the experts.
+        module: name of the experts' list in that module.
+        members: names of an expert's layers in files, whose rows lie one after another.
+    """
+
+    whole: str
+    module: str
+    members: tuple[str, ...]
+
+    def pieces_of(self, name: str, array: npt.NDArray[Any]) -> Arrays:
+        """Return name in files -> view of the array, for each matrix of each expert.
+
+        Raises:
+            DataError: the array has another number of axes, or rows that cannot be divided among the members.
+        """
+        count = len(self.members)
+        if array.ndim != 3 or array.shape[1] % count:
+            raise DataError(
+                f"{name} must be (experts, rows, columns) with rows that are a multiple of {count}, got shape {array.shape}",
+                "use the config it was trained with",
+            )
+        rows, path = array.shape[1] // count, name.removesuffix(self.whole) + self.module
+        return {
+            f"{path}.{expert}.{member}.weight": array[expert, number * rows : (number + 1) * rows]
+            for expert in range(array.shape[0])
+            for number, member in enumerate(self.members)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """Names of a family's weights in its files.
 
@@ -84,6 +118,7 @@ class Names:
         prefix: prefix of all names in the files except those in `outside`.
         outside: our name of a parameter or module -> name in the files, without the prefix.
         joined: layers that are one matrix in the files.
+        stacked: arrays with the matrices of all experts; read, and never written.
         aliases: name in the files -> another name of the same array in the files; written, and ignored when read.
         spare: aliases that other files have with values of their own, which nothing reads.
         older: end of a name in older files -> end of the name today.
@@ -100,6 +135,7 @@ class Names:
     head: str = "lm_head.weight"
     outside: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[Joined, ...] = ()
+    stacked: tuple[Stacked, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
     older: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +175,7 @@ class Names:
         """
         arrays: Arrays = {}
         aliases = self._aliases(config)
-        given = {self.today(name): array for name, array in state.items()}
+        given = self._apart({self.today(name): array for name, array in state.items()})
         for alias, theirs in aliases.items():
             if alias in given and theirs not in given:
                 given[theirs] = given[alias]
@@ -157,6 +193,14 @@ class Names:
         if has_head and not config.ties_head and _HEAD not in arrays:
             raise DataError(f"the weights lack {self.head}, which an untied head needs", "set tie_word_embeddings to true or use whole weights")
         return arrays
+
+    def _apart(self, state: Arrays) -> Arrays:
+        """Return the arrays with those of all experts replaced by one for each matrix."""
+        apart: Arrays = {}
+        for name, array in state.items():
+            whole = next((each for each in self.stacked if name.endswith(f".{each.whole}")), None)
+            apart.update({name: array} if whole is None else whole.pieces_of(name, array))
+        return apart
 
     def today(self, name: str) -> str:
         """Return a name in files as transformers writes it today: with the prefix, which some files lack, and with `older` ends replaced."""
