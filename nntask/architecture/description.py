@@ -223,6 +223,10 @@ class StackShape:
         tables = ((self.num_positions or 0) + self.num_token_types) * width + (relative[0].num_buckets * relative[1] if relative else 0)
         return tables + norms + sum(block.num_parameters(width) for block in self.blocks)
 
+    def num_idle(self, width: int) -> int:
+        """Return the number of weights of experts that a token does not pass through, in a model of this width C."""
+        return sum(block.feed_forward.num_idle(width) for block in self.blocks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
@@ -281,7 +285,3 @@ class Description:
         """Return the number of weights of a model of width C with `vocab_size` token ids; a tied head counts once."""
         encoder = 0 if self.encoder is None else self.encoder.num_parameters(width)
         return vocab_size * width + self.stack.num_parameters(width) + encoder + self.head.num_parameters(width, vocab_size)
-
-    def num_idle(self, width: int) -> int:
-        """Return the number of weights of experts that a token does not pass through."""
-        return sum(block.feed_forward.num_idle(width) for block in self.stack.blocks)

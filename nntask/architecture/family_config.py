@@ -255,7 +255,7 @@ class ModelConfig:
     @property
     def num_active_parameters(self) -> int:
         """Number of weights that a token passes through: all but those of experts that are not chosen for it."""
-        return self.num_parameters - self.description.num_idle(self.n_embd)
+        return self.num_parameters - self.description.stack.num_idle(self.n_embd)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, which transformers loads."""

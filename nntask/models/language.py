@@ -245,9 +245,7 @@ class LanguageModel(Module, ABC):
             raise UsageError(f"a {kind} has an encoder and a decoder, and decoder_tokens are missing", "give tokens of both")
         return ExtraInputs(**arrays)
 
-    def hidden(
-        self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS, routed: list[Routed] | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS, routed: list[Routed] | None = None) -> Tensor:
         """Return the features before the head, for sequences without a past: (B, T) int32 -> (B, T, C).
 
         Raises:

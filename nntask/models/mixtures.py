@@ -1,8 +1,8 @@
 """Mixtures of experts with the semantics of transformers' ``MixtralForCausalLM``, ``OlmoeForCausalLM``, ``Qwen2MoeForCausalLM`` and
 ``Qwen3MoeForCausalLM``: LLaMAs whose feed-forward layers are several experts, of which a router chooses some for each token.
 
-Files store one matrix per expert and layer; transformers holds those of all experts of a block in one array, which is read as well. Of equal scores the
-expert with the lower index is chosen; torch leaves that choice open.
+Files store one matrix per expert and layer; transformers holds those of all experts of a block in one array, which is read as well. Of equal scores
+the expert with the lower index is chosen; torch leaves that choice open.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class MixtureConfig(GatedConfig):
         chosen, experts = values["num_experts_per_tok"], values[cls.experts_key]
         if chosen > experts:
             raise UsageError(
-                f"num_experts_per_tok in {source} must be at most {cls.experts_key} = {experts}, got {chosen}", f"the nearest legal value is {experts}"
+                f"num_experts_per_tok in {source} must be at most {cls.experts_key} = {experts}, got {chosen}",
+                f"the nearest legal value is {experts}",
             )
         super().check_together(values, source)
 
@@ -126,9 +127,7 @@ class MixtralConfig(MixtureConfig):
         NAMES,
         modules={**_MODULES, "feed_forward": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"},
         stacked=_stacked("w1", "w3", "w2"),
-        older={
-            f".mlp.{end}": f".block_sparse_moe.{end}" for end in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
-        },
+        older={f".mlp.{end}": f".block_sparse_moe.{end}" for end in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")},
     )
 
 
@@ -301,8 +300,6 @@ PRESETS_QWEN2: Final[Mapping[str, Qwen2MoeConfig]] = {
 """Name -> config: Qwen1.5-MoE A2.7B."""
 
 PRESETS_QWEN3: Final[Mapping[str, Qwen3MoeConfig]] = {
-    "qwen3-30b-a3b": Qwen3MoeConfig.of_size(
-        151936, 2048, 768, 48, 32, 40960, intermediate_size=6144, head_dim=128, norm_topk_prob=True, **_LONG
-    )
+    "qwen3-30b-a3b": Qwen3MoeConfig.of_size(151936, 2048, 768, 48, 32, 40960, intermediate_size=6144, head_dim=128, norm_topk_prob=True, **_LONG)
 }
 """Name -> config: Qwen3 30B-A3B."""

@@ -1,6 +1,6 @@
 """Differentiable mixtures of experts: routing, the experts' work, and their load-balancing loss.
 
-Letters: B sequences, T tokens, C features, E experts, K experts per token, I width inside an expert. This is a part of `functional`, whose rules hold.
+Letters: B sequences, T tokens, C features, E experts, K experts per token, I width inside an expert. The rules of `functional` hold.
 """
 
 from __future__ import annotations

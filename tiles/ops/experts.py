@@ -125,7 +125,7 @@ def _scratch(x: TileTensor, expert: Expert, *, is_backward: bool) -> Access:
     if x.runtime.has_gpus:
         from ..kernels.cuda.experts import expert_scratch_nbytes as on_device
 
-        nbytes = max(nbytes, on_device(num_rows, x.shape[-1], expert.gate.tile[0], x.dtype, is_backward=is_backward))
+        nbytes = max(nbytes, on_device(num_rows, expert.gate.tile[0], x.dtype.itemsize, is_backward=is_backward))
     return scratch(x.runtime, nbytes), SCRATCH
 
 

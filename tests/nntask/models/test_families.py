@@ -63,7 +63,7 @@ def test_computing_blocks_again_changes_nothing(name):
             found.append([step.replay().read(loss.data), *(parameter.read() for parameter in model.parameters())])
             needed.append(step.plan.needed_bytes())
     assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
-    assert needed[1] < needed[0]
+    assert needed[1] < needed[0] or config.description.stack.num_idle(config.n_embd)  # the weights of experts outweigh the data of so few tokens
 
 
 @families

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.experts import balance_finish as finish
 from ..reference.experts import expert_backward_tiles, expert_forward_tiles
 from ..registry import register
 from .activation import silu_gate, silu_gate_backward
 from .blas import gemm
+from .elementwise import cut
 from .matmul import rows
 
 Array = npt.NDArray[Any]
@@ -35,13 +35,13 @@ class Work:
         self._rows, self._places = np.ndarray((2, num_rows), np.int32, buffer=scratch)
         self._block_rows = min(BLOCK_ROWS, num_rows)
 
-    def find(self, choices: Array, expert: int) -> list[tuple[Array, Array]]:
-        """Return (rows, places of the choice) of the expert, a block at a time."""
+    def find(self, choices: Array, expert: int) -> Iterator[tuple[Array, Array]]:
+        """Yield (rows, places of the choice) of the expert, a block at a time."""
         from .numba import routing_loops
 
         count = routing_loops.rows_of(choices, expert, self._rows, self._places)
-        ends = [min(start + BLOCK_ROWS, count) for start in range(0, count, BLOCK_ROWS)]
-        return [(self._rows[start:end], self._places[start:end]) for start, end in zip(range(0, count, BLOCK_ROWS), ends, strict=True)]
+        for block in cut(count, BLOCK_ROWS):
+            yield self._rows[block], self._places[block]
 
     def array(self, width: int) -> Array:
         """Return memory for a block of rows of this width."""
@@ -59,7 +59,9 @@ def expert_scratch_nbytes(num_rows: int, width: int, inner: int, itemsize: int, 
         inner: I of the tile.
     """
     block_rows = min(BLOCK_ROWS, num_rows)
-    return 8 * num_rows + itemsize * block_rows * ((2 if is_backward else 1) * width + (6 if is_backward else 3) * inner + (width if is_backward else 0))
+    return 8 * num_rows + itemsize * block_rows * (
+        (2 if is_backward else 1) * width + (6 if is_backward else 3) * inner + (width if is_backward else 0)
+    )
 
 
 def _gather(tiles: Sequence[Array], indices: Array, out: Array) -> list[Array]:
@@ -91,7 +93,7 @@ def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of two products computed again, three for gradients of activations, and three for those of matrices if they are wanted."""
+    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices that are learnt."""
     has_gradients = bool(expert_backward_tiles(views, constants["num_c"]).dgates)
     return (8.0 if has_gradients else 5.0) / 3.0 * _expert_flops(views, constants)
 
@@ -188,7 +190,7 @@ _NO_DOCUMENTS: Final = np.empty(0, np.int32)
 
 @register("balance", "cpu")
 def balance(logits: Array, choices: Array, *rest: Array, first: bool) -> None:
-    """Add one tile of rows to the sums of the load-balancing loss; `rest` is [documents,] sums. Rows of document 0 are padding, which does not count."""
+    """Add one tile of rows to the sums of the load-balancing loss; `rest` is [documents,] sums. Rows of document 0 do not count."""
     from .numba import routing_loops
 
     *documents, sums = rest
@@ -199,8 +201,11 @@ def balance(logits: Array, choices: Array, *rest: Array, first: bool) -> None:
 
 @register("balance_finish", "cpu")
 def balance_finish(sums: Array, loss: Array, slopes: Array, *, scale: float) -> None:
-    """loss = scale E sum_e f_e P_e and its derivatives by the probabilities of a row, of few numbers."""
-    finish(sums, loss, slopes, scale=scale)
+    """loss = scale E sum_e f_e P_e and its derivatives by the probabilities of a row."""
+    num_experts, rows_counted = slopes.size, max(float(sums[-1]), 1.0)
+    factor = scale * num_experts / rows_counted / rows_counted
+    loss[0] = factor * float(sums[:num_experts] @ sums[num_experts:-1])
+    np.multiply(sums[:num_experts], factor, out=slopes, casting="same_kind")
 
 
 @register("balance_backward", "cpu")

@@ -1,8 +1,8 @@
 """Mixtures of experts, readable: routing, the work of one expert on one tile of rows, and the load-balancing loss.
 
-Legend: R rows (tokens of a tile), E experts, K experts per row, C features in c tiles, I width inside an expert. logits (.., E); choices (.., K) int32,
-best expert first; weights (.., K); loads (.., E) int32, numbers of rows that chose each expert. x, y and their gradients are c tiles of one row panel;
-gate and up (I, c) and down (c, I) are tiles of one expert's matrices.
+Legend: R rows (tokens of a tile), E experts, K experts per row, C features in c tiles, I width inside an expert. logits (.., E); choices (.., K)
+int32, best expert first; weights (.., K); loads (.., E) int32, numbers of rows that chose each expert. x, y and their gradients are c tiles of one
+row panel; gate and up (I, c) and down (c, I) are tiles of one expert's matrices.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class ExpertBackward(NamedTuple):
 def expert_forward_tiles(tiles: Sequence[Any], num_c: int) -> ExpertForward:
     """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, loads, y * num_c, scratch."""
     n = num_c
-    return ExpertForward(tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], *tiles[4 * n : 4 * n + 3], tiles[4 * n + 3 : -1], tiles[-1])
+    return ExpertForward(
+        tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], *tiles[4 * n : 4 * n + 3], tiles[4 * n + 3 : -1], tiles[-1]
+    )
 
 
 def expert_backward_tiles(tiles: Sequence[Any], num_c: int) -> ExpertBackward:
