@@ -7,6 +7,7 @@ rename, slice, split and reshape to views, and `to_hf` may concatenate.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -88,6 +89,18 @@ class Stacked:
     module: str
     members: tuple[str, ...]
 
+    def joined(self, state: Arrays) -> Arrays:
+        """Return the arrays with those of each block's experts replaced by one."""
+        place = re.compile(rf"(.*\.){re.escape(self.module)}\.(\d+)\.{re.escape(self.members[0])}\.weight")
+        found = [match for name in state if (match := place.fullmatch(name))]
+        taken, wholes = set[str](), Arrays()
+        for path in dict.fromkeys(match[1] for match in found):
+            experts = sorted(int(match[2]) for match in found if match[1] == path)
+            names = [[f"{path}{self.module}.{expert}.{member}.weight" for member in self.members] for expert in experts]
+            wholes[path + self.whole] = np.stack([np.concatenate([state[name] for name in of_expert]) for of_expert in names])
+            taken.update(name for of_expert in names for name in of_expert)
+        return {**{name: array for name, array in state.items() if name not in taken}, **wholes}
+
     def pieces_of(self, name: str, array: npt.NDArray[Any]) -> Arrays:
         """Return name in files -> view of the array, for each matrix of each expert.
 
@@ -163,6 +176,17 @@ class Names:
         for alias, name in self._aliases(config).items():
             state[alias] = state[name]
         return state
+
+    def to_module(self, arrays: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
+        """Translate arrays as `to_hf` does, but to the state dict of transformers' module in memory, which has one array for all experts of a block."""
+        state = self.to_hf(arrays, config)
+        if not self.stacked:
+            return state
+        for whole in self.stacked:
+            state = whole.joined(state)
+        renamed = {new: old for old, new in self.older.items()}
+        ends = {name: next((end for end in renamed if name.endswith(end)), "") for name in state}
+        return {name.removesuffix(end) + renamed[end] if end else name: state[name] for name, end in ends.items()}
 
     def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any, *, has_head: bool = True) -> Arrays:
         """Translate a state dict of transformers' model, or of its part under the prefix alone, to arrays under our names.

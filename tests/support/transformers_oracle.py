@@ -41,7 +41,7 @@ _HIDDEN: dict[str, Any] = {
 }
 _GROUPED = {**_HIDDEN, "num_key_value_heads": 3, "head_dim": 8}
 _WHOLE_HEADS = {**_HIDDEN, "hidden_size": 48}  # of eight features
-_EAGER_EXPERTS = {"experts_implementation": "eager"}  # the default takes widths that are multiples of 16 bytes only
+EAGER_EXPERTS = {"experts_implementation": "eager"}  # the default takes widths that are multiples of 16 bytes only
 _QWEN_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 19, "num_key_value_heads": 3}
 _LONGROPE = {"rope_type": "longrope", "short_factor": (1.0, 1.08, 1.3), "long_factor": (1.1, 2.25, 31.5), "factor": 1.5}
 
@@ -99,7 +99,7 @@ def hf_model(config: Any, dtype: Any = np.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     values = config.to_dict()
     kind = getattr(transformers, values["architectures"][0])
-    theirs = kind(kind.config_class(**{**values, "attn_implementation": "eager", **_EAGER_EXPERTS, "pad_token_id": values.get("pad_token_id")}))
+    theirs = kind(kind.config_class(**{**values, "attn_implementation": "eager", **EAGER_EXPERTS, "pad_token_id": values.get("pad_token_id")}))
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.ndim == 1:
@@ -120,7 +120,7 @@ def hf_gradients(theirs: Any) -> dict[str, Any]:
 def in_files(theirs: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     """Arrays under the names of files, which have a matrix for each expert."""
     family = FAMILIES[theirs.config.model_type].config
-    if not family.names.stacked:
+    if not getattr(family.names, "stacked", ()):  # names of some families depend on the config
         return arrays
     config = family.from_dict({**theirs.config.to_dict()})
     return dict(config.names.to_hf(config.names.from_hf(arrays, config), config))
