@@ -199,7 +199,7 @@ class Names:
         """
         arrays: Arrays = {}
         aliases = self._aliases(config)
-        given = self._apart({self.today(name): array for name, array in state.items()})
+        given = self.apart({self.today(name): array for name, array in state.items()})
         for alias, theirs in aliases.items():
             if alias in given and theirs not in given:
                 given[theirs] = given[alias]
@@ -218,12 +218,19 @@ class Names:
             raise DataError(f"the weights lack {self.head}, which an untied head needs", "set tie_word_embeddings to true or use whole weights")
         return arrays
 
-    def _apart(self, state: Arrays) -> Arrays:
-        """Return the arrays with those of all experts replaced by one for each matrix."""
+    def apart(self, state: Arrays) -> Arrays:
+        """Return the arrays, under today's names, with those of all experts replaced by one for each matrix.
+
+        Raises:
+            DataError: an array of all experts has the wrong number of axes or rows, or a matrix of it is there twice.
+        """
         apart: Arrays = {}
         for name, array in state.items():
             whole = next((each for each in self.stacked if name.endswith(f".{each.whole}")), None)
-            apart.update({name: array} if whole is None else whole.pieces_of(name, array))
+            pieces = {name: array} if whole is None else whole.pieces_of(name, array)
+            if twice := [piece for piece in pieces if piece in apart or (whole is not None and piece in state)]:
+                raise DataError(f"{name} and {twice[0]} are the same weight", "remove the one that is wrong")
+            apart.update(pieces)
         return apart
 
     def today(self, name: str) -> str:
