@@ -91,11 +91,11 @@ class Stacked:
 
     def joined(self, state: Arrays) -> Arrays:
         """Return the arrays with those of each block's experts replaced by one."""
-        place = re.compile(rf"(.*\.){re.escape(self.module)}\.(\d+)\.{re.escape(self.members[0])}\.weight")
-        found = [match for name in state if (match := place.fullmatch(name))]
+        pattern = re.compile(rf"(.*\.){re.escape(self.module)}\.(\d+)\.{re.escape(self.members[0])}\.weight")
+        matches = [match for name in state if (match := pattern.fullmatch(name))]
         taken, wholes = set[str](), Arrays()
-        for path in dict.fromkeys(match[1] for match in found):
-            experts = sorted(int(match[2]) for match in found if match[1] == path)
+        for path in dict.fromkeys(match[1] for match in matches):
+            experts = sorted(int(match[2]) for match in matches if match[1] == path)
             names = [[f"{path}{self.module}.{expert}.{member}.weight" for member in self.members] for expert in experts]
             wholes[path + self.whole] = np.stack([np.concatenate([state[name] for name in of_expert]) for of_expert in names])
             taken.update(name for of_expert in names for name in of_expert)
@@ -178,7 +178,7 @@ class Names:
         return state
 
     def to_module(self, arrays: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
-        """Translate arrays as `to_hf` does, but to the state dict of transformers' module in memory, which has one array for all experts of a block."""
+        """Translate arrays as `to_hf` does, but to the state dict of a module in memory, with one array for all experts of a block."""
         state = self.to_hf(arrays, config)
         if not self.stacked:
             return state

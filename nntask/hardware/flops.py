@@ -51,7 +51,7 @@ def flop_counts(
     *,
     n: int,
     d: int,
-    i: int,
+    i: float,
     layers: int,
     vocab: int,
     num_parameters: int,

@@ -71,8 +71,8 @@ def split_experts(ranges: Mapping[str, FileRange], names: Names) -> Mapping[str,
         return ranges
     layout = FileLayout(ranges)
     apart = names.apart({names.today(name): array for name, array in layout.arrays().items()})
-    found = {name: layout.range_of(array) for name, array in apart.items()}
-    return {name: each for name, each in found.items() if isinstance(each, FileRange)}
+    of_names = ((name, layout.range_of(array)) for name, array in apart.items())
+    return {name: each for name, each in of_names if isinstance(each, FileRange)}
 
 
 def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:

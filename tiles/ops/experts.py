@@ -148,17 +148,21 @@ def balance(
     slopes = TileTensor(first.runtime, (num_experts,), (-1,), dtype, name="slopes of experts")
     layers = zip(logits, choices, strict=True)
     for step, ((scores, chosen), row) in enumerate(itertools.product(layers, list(leading(first)))):
-        accesses: list[Access] = [(scores[*row, 0], R), (chosen[*row, 0], R), *([] if documents is None else [(documents[row], R)])]
+        accesses: list[Access] = [(scores[*row, 0], R), (chosen[*row, 0], R), *_tile(documents, row)]
         emit(first.runtime, "balance", [*accesses, (sums[0,], chained(step))], first=step == 0)
     emit(first.runtime, "balance_finish", [(sums[0,], R), (loss[0,], W), (slopes[0,], W)], scale=scale)
     return loss, slopes
+
+
+def _tile(documents: TileTensor | None, row: tuple[int, ...]) -> list[Access]:
+    return [] if documents is None else [(documents[row], R)]
 
 
 def balance_backward(logits: TileTensor, slopes: TileTensor, documents: TileTensor | None) -> TileTensor:
     """Return dlogits of `balance` for one layer  # (B, T, E)."""
     dlogits = logits.like(name="d logits of experts")
     for row in leading(logits):
-        accesses: list[Access] = [(logits[*row, 0], R), (slopes[0,], R), *([] if documents is None else [(documents[row], R)])]
+        accesses: list[Access] = [(logits[*row, 0], R), (slopes[0,], R), *_tile(documents, row)]
         emit(logits.runtime, "balance_backward", [*accesses, (dlogits[*row, 0], W)])
     return dlogits
 

@@ -169,7 +169,7 @@ def logits_of(path: Path, batch: dict[str, np.ndarray]) -> np.ndarray:
     model = build(directory.config, tiles(directory.config), InlineRuntime(), seed=None)
     directory.attach(model.tensors())
     model.eval()
-    return our_logits(model, batch)
+    return np.asarray(our_logits(model, batch))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,7 +225,7 @@ def test_dense_blocks_are_where_the_config_says() -> None:
     """mlp_only_layers and decoder_sparse_step, both from block 0."""
     config = replace(CONFIGS["qwen3_moe"], decoder_sparse_step=2, mlp_only_layers=(3,)).with_layers(6)
     assert [config.has_experts(layer) for layer in range(6)] == [False, True, False, False, False, True]
-    assert config.block(0).feed_forward.inner_size == config.intermediate_size  # type: ignore[union-attr]
+    assert config.block(0).feed_forward.inner_size == config.intermediate_size
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -220,5 +220,5 @@ def row_gate_backward(gate: Array, x: Array, dy: Array, dx: Array, dgate: Array,
     from .numba import routing_loops
 
     width = x.shape[-1]
-    panels = (tile.reshape(-1, width) for tile in (x, dy, dx))
-    routing_loops.row_gate_backward(gate.reshape(-1), *panels, dgate.reshape(-1), first)
+    x, dy, dx = x.reshape(-1, width), dy.reshape(-1, width), dx.reshape(-1, width)
+    routing_loops.row_gate_backward(gate.reshape(-1), x, dy, dx, dgate.reshape(-1), first)

@@ -25,23 +25,23 @@ class Work:
     """Working memory of one expert's task: lists of its rows, and arrays for a block of them.
 
     Args:
-        scratch: bytes, as many as `expert_scratch_nbytes` says.
+        scratch: `expert_scratch_nbytes` bytes.
         num_rows: R.
         dtype: element type of the blocks.
     """
 
     def __init__(self, scratch: Array, num_rows: int, dtype: np.dtype[Any]) -> None:
         self._free, self._offset, self._dtype = scratch, 8 * num_rows, dtype
-        self._rows, self._places = np.ndarray((2, num_rows), np.int32, buffer=scratch)
+        self._rows, self._slots = np.ndarray((2, num_rows), np.int32, buffer=scratch)
         self._block_rows = min(BLOCK_ROWS, num_rows)
 
     def find(self, choices: Array, expert: int) -> Iterator[tuple[Array, Array]]:
-        """Yield (rows, places of the choice) of the expert, a block at a time."""
+        """Yield (rows, slots of the choice) of the expert, a block at a time."""
         from .numba import routing_loops
 
-        count = routing_loops.rows_of(choices, expert, self._rows, self._places)
+        count = routing_loops.rows_of(choices, expert, self._rows, self._slots)
         for block in cut(count, BLOCK_ROWS):
-            yield self._rows[block], self._places[block]
+            yield self._rows[block], self._slots[block]
 
     def array(self, width: int) -> Array:
         """Return memory for a block of rows of this width."""
@@ -88,7 +88,7 @@ def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     """Return the operations of three products for the rows that an expert has on average; K and E follow from the shapes of choices and loads."""
     given = expert_forward_tiles(views, constants["num_c"])
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
-    share = given.choices.shape[-1] / given.loads.shape[-1]
+    share = float(given.choices.shape[-1] / given.loads.shape[-1])
     return 6.0 * float(np.prod(given.choices.shape[:-1])) * share * float(width * inner)
 
 
@@ -125,13 +125,13 @@ def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
     xs, ys, choices, weights = [rows(x) for x in given.xs], [rows(y) for y in given.ys], rows(given.choices), rows(given.weights)
     inner, work = given.gates[0].shape[0], Work(given.scratch, choices.shape[0], xs[0].dtype)
     block, gate, up, hidden = work.array(sum(x.shape[1] for x in xs)), work.array(inner), work.array(inner), work.array(inner)
-    for indices, places in work.find(choices, expert):
+    for indices, slots in work.find(choices, expert):
         n = indices.size
         gathered = _gather(xs, indices, block)
         silu_gate(_product(gathered, given.gates, gate[:n]), _product(gathered, given.ups, up[:n]), hidden[:n])
         for y, down, out in zip(ys, given.downs, gathered, strict=True):  # the rows of x are not needed any more
             gemm(hidden[:n], down, out, trans_b=True)
-            routing_loops.add_to_rows(out, indices, weights, places, y)
+            routing_loops.add_to_rows(out, indices, weights, slots, y)
 
 
 @register("expert_backward", "cpu", flops=_backward_flops)
@@ -148,9 +148,9 @@ def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = F
     work = Work(given.scratch, choices.shape[0], xs[0].dtype)
     block, dblock, dx_block = work.array(width), work.array(width), work.array(width)
     inside = [work.array(inner) for _ in range(6)]
-    for number, (indices, places) in enumerate(work.find(choices, expert)):
+    for number, (indices, slots) in enumerate(work.find(choices, expert)):
         x, dy = _gather(xs, indices, block), _gather(dys, indices, dblock)
-        _block_backward(given, x, dy, dx_block, [array[: indices.size] for array in inside], (indices, places), accumulate or number > 0)
+        _block_backward(given, x, dy, dx_block, [array[: indices.size] for array in inside], (indices, slots), accumulate or number > 0)
 
 
 def _block_backward(
@@ -159,14 +159,14 @@ def _block_backward(
     """Add the gradients of a block of rows; `inside` are six arrays (n, I), `dx_block` is one of n rows."""
     from .numba import routing_loops
 
-    (indices, places), weights, dweights = chosen, rows(given.weights), rows(given.dweights)
+    (indices, slots), weights, dweights = chosen, rows(given.weights), rows(given.dweights)
     gate, up, hidden, dhidden, dgate, dup = inside
     _product(x, given.gates, gate)
     _product(x, given.ups, up)
     silu_gate(gate, up, hidden)
     for number, (slope, down) in enumerate(zip(dy, given.downs, strict=True)):
         gemm(slope, down, dhidden, beta=float(number > 0))
-    routing_loops.weigh(dhidden, hidden, indices, places, weights, dweights)
+    routing_loops.weigh(dhidden, hidden, indices, slots, weights, dweights)
     silu_gate_backward(gate, up, dhidden, dgate, dup)
     out = dx_block.reshape(-1)
     for number, dx in enumerate(given.dxs):
@@ -178,7 +178,7 @@ def _block_backward(
     if not given.dgates:
         return
     for slope in dy:
-        routing_loops.scale_rows(slope, indices, weights, places)
+        routing_loops.scale_rows(slope, indices, weights, slots)
     for number, (a, b) in enumerate(zip(x, dy, strict=True)):
         gemm(dgate, a, given.dgates[number], trans_a=True, beta=float(accumulate))
         gemm(dup, a, given.dups[number], trans_a=True, beta=float(accumulate))

@@ -22,7 +22,7 @@ _FLOAT: Final = np.dtype(np.float32)
 
 
 def expert_scratch_nbytes(num_rows: int, inner: int, itemsize: int, *, is_backward: bool) -> int:
-    """Return the working memory of one task: products of all rows in fp32, and what follows from them in the type of activations.
+    """Return the working memory of one task: products of all rows in fp32, and values computed from them in the type of activations.
 
     Args:
         num_rows: R.

@@ -54,20 +54,19 @@ class ExpertBackward(NamedTuple):
 def expert_forward_tiles(tiles: Sequence[Any], num_c: int) -> ExpertForward:
     """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, loads, y * num_c, scratch."""
     n = num_c
-    return ExpertForward(
-        tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], *tiles[4 * n : 4 * n + 3], tiles[4 * n + 3 : -1], tiles[-1]
-    )
+    choices, weights, loads, *ys, scratch = tiles[4 * n :]
+    return ExpertForward(tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], choices, weights, loads, ys, scratch)
 
 
 def expert_backward_tiles(tiles: Sequence[Any], num_c: int) -> ExpertBackward:
     """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, loads, dy, dx (each times num_c), dweights, [dgate, dup,
     ddown (each times num_c),] scratch."""
-    n, first = num_c, 4 * num_c + 3
-    last = first + 2 * n
-    of_weights = tiles[last + 1 : -1]
+    n = num_c
+    choices, weights, loads, *rest, scratch = tiles[4 * n :]
+    dweights, of_matrices = rest[2 * n], rest[2 * n + 1 :]
     return ExpertBackward(
-        tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], *tiles[4 * n : first], tiles[first : first + n],
-        tiles[first + n : last], tiles[last], of_weights[:n], of_weights[n : 2 * n], of_weights[2 * n :], tiles[-1],
+        tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], choices, weights, loads, rest[:n], rest[n : 2 * n], dweights,
+        of_matrices[:n], of_matrices[n : 2 * n], of_matrices[2 * n :], scratch,
     )  # fmt: skip
 
 
@@ -106,7 +105,7 @@ def route_backward(logits: Array, choices: Array, dweights: Array, dlogits: Arra
 
 
 def _rows_of(choices: Array, expert: int) -> tuple[Array, Array]:
-    """Return the rows that chose an expert, in order, and the place of the choice in each."""
+    """Return the rows that chose an expert, in order, and the slot of the choice in each."""
     return np.nonzero(choices.reshape(-1, choices.shape[-1]) == expert)  # type: ignore[return-value]
 
 
@@ -127,11 +126,11 @@ def _add_rows(tiles: Sequence[Array], rows: Array, addend: Array) -> None:
 def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert, for a tile of I; `tiles` as in `expert_forward_tiles`."""
     given = expert_forward_tiles(tiles, num_c)
-    rows, place = _rows_of(given.choices, expert)
+    rows, slot = _rows_of(given.choices, expert)
     x = _wide(given.xs, rows)
     g, u = x @ np.concatenate(given.gates, axis=1).T, x @ np.concatenate(given.ups, axis=1).T
     out = (g / (1 + np.exp(-g)) * u) @ np.concatenate(given.downs, axis=0).T
-    weight = given.weights.reshape(-1, given.weights.shape[-1])[rows, place]
+    weight = given.weights.reshape(-1, given.weights.shape[-1])[rows, slot]
     _add_rows(given.ys, rows, weight[:, None] * out)
 
 
@@ -140,14 +139,14 @@ def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = F
     """Gradients of `expert_forward`, which are added to dx and dweights, and overwrite those of the matrices unless `accumulate`; the products of the
     forward pass are recomputed. `tiles` as in `expert_backward_tiles`."""
     given = expert_backward_tiles(tiles, num_c)
-    rows, place = _rows_of(given.choices, expert)
+    rows, slot = _rows_of(given.choices, expert)
     x, dy = _wide(given.xs, rows), _wide(given.dys, rows)
     gate, up, down = np.concatenate(given.gates, axis=1), np.concatenate(given.ups, axis=1), np.concatenate(given.downs, axis=0)
     g, u = x @ gate.T, x @ up.T
     sigmoid = 1 / (1 + np.exp(-g))
     h, dout = g * sigmoid * u, dy @ down
-    weight = given.weights.reshape(-1, given.weights.shape[-1])[rows, place][:, None]
-    given.dweights.reshape(-1, given.dweights.shape[-1])[rows, place] += (dout * h).sum(axis=-1)
+    weight = given.weights.reshape(-1, given.weights.shape[-1])[rows, slot][:, None]
+    given.dweights.reshape(-1, given.dweights.shape[-1])[rows, slot] += (dout * h).sum(axis=-1)
     dh = weight * dout
     dg, du = dh * u * sigmoid * (1 + g * (1 - sigmoid)), dh * g * sigmoid
     _add_rows(given.dxs, rows, dg @ gate + du @ up)

@@ -69,22 +69,22 @@ def choose_backward(logits: Array, choices: Array, dweights: Array, dlogits: Arr
 
 
 @compiled(EXACT)
-def rows_of(choices: Array, expert: int, rows: Array, places: Array) -> int:
-    """Write the rows that chose an expert, in order, and the place of that choice in each; return how many there are  # (R, K) -> (R,), (R,)."""
+def rows_of(choices: Array, expert: int, rows: Array, slots: Array) -> int:
+    """Write the rows that chose an expert, in order, and the slot of that choice in each; return how many there are  # (R, K) -> (R,), (R,)."""
     count = 0
     for i in range(choices.shape[0]):
         for j in range(choices.shape[1]):
             if choices[i, j] == expert:
-                rows[count], places[count] = i, j
+                rows[count], slots[count] = i, j
                 count += 1
     return count
 
 
 @compiled(EXACT)
-def add_to_rows(addend: Array, rows: Array, weights: Array, places: Array, total: Array) -> None:
-    """total[rows] += weights[rows, places] * addend  # (n, c), (n,), (R, K), (n,) -> (R, c)."""
+def add_to_rows(addend: Array, rows: Array, weights: Array, slots: Array, total: Array) -> None:
+    """total[rows] += weights[rows, slots] * addend  # (n, c), (n,), (R, K), (n,) -> (R, c)."""
     for i in range(rows.size):
-        weight, source, target = weights[rows[i], places[i]], addend[i], total[rows[i]]
+        weight, source, target = weights[rows[i], slots[i]], addend[i], total[rows[i]]
         for j in range(source.size):
             target[j] += weight * source[j]
 
@@ -142,19 +142,19 @@ def add_rows(addend: Array, rows: Array, total: Array) -> None:
 
 
 @compiled(EXACT)
-def scale_rows(x: Array, rows: Array, weights: Array, places: Array) -> None:
-    """x *= weights[rows, places]  # (n, c), (n,), (R, K), (n,)."""
+def scale_rows(x: Array, rows: Array, weights: Array, slots: Array) -> None:
+    """x *= weights[rows, slots]  # (n, c), (n,), (R, K), (n,)."""
     for i in range(rows.size):
-        weight, row = weights[rows[i], places[i]], x[i]
+        weight, row = weights[rows[i], slots[i]], x[i]
         for j in range(row.size):
             row[j] *= weight
 
 
 @compiled(EXACT)
-def weigh(dhidden: Array, hidden: Array, rows: Array, places: Array, weights: Array, dweights: Array) -> None:
-    """dweights[rows, places] += sum of dhidden hidden; then dhidden *= weights[rows, places]  # (n, I), (n, I), (n,), (n,), (R, K), (R, K)."""
+def weigh(dhidden: Array, hidden: Array, rows: Array, slots: Array, weights: Array, dweights: Array) -> None:
+    """dweights[rows, slots] += sum of dhidden hidden; then dhidden *= weights[rows, slots]  # (n, I), (n, I), (n,), (n,), (R, K), (R, K)."""
     for i in range(rows.size):
-        r, k = rows[i], places[i]
+        r, k = rows[i], slots[i]
         slope, value, weight = dhidden[i], hidden[i], weights[r, k]
         dot = weights.dtype.type(0)
         for j in range(slope.size):
