@@ -19,7 +19,7 @@ from .core.errors import (
     TaskError,
     TierFailed,
 )
-from .core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W
+from .core.records import REDUX, RW, SCRATCH, Condition, DataClass, Kind, Mode, R, W
 from .core.shortage import Shortage
 from .drivers.callbacks import FinishedTask, OnTask
 from .drivers.cpu import usable_cores
@@ -33,6 +33,7 @@ __all__ = [
     "Access",
     "CapturingRuntime",
     "Codelet",
+    "Condition",
     "Cost",
     "DataClass",
     "Deadlock",

@@ -13,7 +13,7 @@ from .core.memory.extents import PAGE, rounded
 from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
 from .core.policies import MIXED_POLICIES, POLICIES, Candidate, Placement, policy_of
-from .core.records import ANY, FILE, PROGRAM, HandleRecord, NodeId, WorkerId, WorkerKind
+from .core.records import ANY, FILE, PROGRAM, HandleRecord, HandleSpec, NodeId, WorkerId, WorkerKind
 from .core.shortage import access_sizes
 from .core.step_plan import Phase, RecordedTask, StepPlan
 from .execution.trace import TRACE_FORMAT, Accesses, Ran
@@ -40,6 +40,7 @@ __all__ = [
     "Binding",
     "Candidate",
     "HandleRecord",
+    "HandleSpec",
     "LinkModel",
     "Many",
     "MemoryNode",

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from scheduler import SCRATCH, Access, Codelet, Cost, Mode, Tail, TaskRuntime, W
+from scheduler import SCRATCH, Access, Codelet, Condition, Cost, Mode, Tail, TaskRuntime, W
 
 from .kernels.catalog import bf16_kernel, has_cuda, kernel
 from .kernels.registry import BF16, NARROW, Kernel, Native, own_activation, registered, registered_flops, registered_many
@@ -109,22 +109,25 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
+def emit(
+    runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, condition: Condition | None = None, **constants: Any
+) -> None:
     """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel that supports them, or are widened around the kernel.
 
-    If the runtime has GPUs, their kernels get fp32 and bf16 tiles unchanged. Activations that the program has registered run on the CPU.
+    If the runtime has GPUs, their kernels get fp32 and bf16 tiles unchanged. Activations that the program has registered run on the CPU. `condition`
+    is the argument of `TaskRuntime.submit`.
     """
     views: list[Any] = [handle.view for handle, _ in accesses]
     narrow = [view for view in views if view.dtype in NARROW]
     own = runtime.has_gpus and own_activation(constants.get("kind", "")) is not None
     if not narrow:
-        runtime.submit(_codelet_of(op, kernel(op, "cpu"), None) if own else codelet(op), accesses, constants, priority=priority)
+        runtime.submit(_codelet_of(op, kernel(op, "cpu"), None) if own else codelet(op), accesses, constants, priority=priority, condition=condition)
         return
     if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
-        runtime.submit(_codelet_of(op, None, kernel(op, "cuda")), accesses, constants, priority=priority)
+        runtime.submit(_codelet_of(op, None, kernel(op, "cuda")), accesses, constants, priority=priority, condition=condition)
         return
     cpu_codelet, accesses = _on_cpu(runtime, op, accesses, constants)
-    runtime.submit(cpu_codelet, accesses, constants, priority=priority)
+    runtime.submit(cpu_codelet, accesses, constants, priority=priority, condition=condition)
 
 
 def emit_on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:

@@ -86,9 +86,9 @@ def trace_of(plan: StepPlan, order: Sequence[int]) -> AccessTrace:
         extra = 0
         for handle, mode in plan.tasks[position].accesses:
             if mode == SCRATCH:
-                extra += handle.size
+                extra += handle.spec.size
             else:
                 row.append((number[handle], str(mode)))
         accesses.append(row)
         scratch.append(extra)
-    return AccessTrace(accesses, [handle.size for handle in tiles], [plan.owned.get(handle, True) for handle in tiles], scratch)
+    return AccessTrace(accesses, [handle.spec.size for handle in tiles], [plan.owned.get(handle, True) for handle in tiles], scratch)

@@ -189,7 +189,7 @@ class TimedStep:
             value = self._values.get(handle) if again else None
             late = [] if value is None else [rank[at] for at in self.plan.uses[handle].positions if at >= value.wanted]
             remade.append(Remade(min(late), self._makers[handle]) if late else None)
-        load, store = ([copy(handle.nbytes) for handle in handles] for copy in (self._load, self._store))
+        load, store = ([copy(handle.spec.nbytes) for handle in handles] for copy in (self._load, self._store))
         return least_seconds(trace_of(self.plan, order), capacity, StepCost(self.tasks, load, store, remade, self._productions, self._duplex))
 
 

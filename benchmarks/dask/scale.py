@@ -35,7 +35,7 @@ class Link:
     def end(self, task: Any, now: float) -> float:
         """When a message that begins now is over; what peers send is there when it is asked for, since they do the same at the same time."""
         count = task.spec.constants.get("count", len(task.accesses))
-        nbytes = sum(handle.nbytes for handle, _ in task.accesses[:count])
+        nbytes = sum(handle.spec.nbytes for handle, _ in task.accesses[:count])
         self.num_messages, self.nbytes = self.num_messages + 1, self.nbytes + nbytes
         end = self.free[task.spec.name] = max(now, self.free[task.spec.name]) + self.seconds + nbytes / self.bandwidth
         return end

@@ -99,10 +99,10 @@ def language_model(model: ModelSettings, num_layers: int, tiling: TilingSettings
 
 def _cost(task: RecordedTask) -> tuple[float, float]:
     cost = getattr(task.codelet, "cost", None)
-    nbytes = float(sum(handle.nbytes for handle, _ in task.accesses))
+    nbytes = float(sum(handle.spec.nbytes for handle, _ in task.accesses))
     if cost is None:
         return 0.0, nbytes
-    flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants)
+    flops, nbytes = cost([handle.spec.view for handle, _ in task.accesses], task.constants)
     return flops, nbytes
 
 

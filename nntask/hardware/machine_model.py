@@ -273,8 +273,8 @@ def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float |
 def _guessed(task: RecordedTask, rate: Rate) -> float:
     """Return operations or bytes over the rate, whichever takes longer."""
     cost = getattr(task.codelet, "cost", None)
-    nbytes = float(sum(handle.nbytes for handle, _ in task.accesses))
-    flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants) if cost is not None else (0.0, nbytes)
+    nbytes = float(sum(handle.spec.nbytes for handle, _ in task.accesses))
+    flops, nbytes = cost([handle.spec.view for handle, _ in task.accesses], task.constants) if cost is not None else (0.0, nbytes)
     return max(flops / rate.flops, nbytes / rate.nbytes)
 
 

@@ -320,7 +320,7 @@ class Emission:
         ]
 
     def _like(self, handle: Handle, name: str) -> Handle:
-        return self.runtime.handle(handle.nbytes, handle.view, name=name, data_class=handle.data_class, combine=handle.combine)
+        return self.runtime.handle(handle.nbytes, handle.view, name=name, data_class=handle.spec.data_class, combine=handle.combine)
 
     def _send(self, tiles: Sequence[Handle], peer: int, key: str) -> None:
         self.runtime.submit(self.transport.send, [(tile, R) for tile in tiles], {"peer": peer, "key": key}, priority=URGENT)

@@ -160,7 +160,7 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
     """Return the bytes of tiles that no task of a step touches, such as rows of positions that no sequence reaches. Tiles in files do not count."""
     records = {handle.record for tensor in tensors for handle in tensor.handles}
-    return sum(record.size for record in records if record not in plan.uses and FILE not in record.replicas)
+    return sum(record.spec.size for record in records if record not in plan.uses and FILE not in record.replicas)
 
 
 def _start(run: RunConfig) -> ModelDirectory | None:
@@ -181,7 +181,7 @@ def needs_of(plan: StepPlan, *, reading: int = 0) -> Needs:
     """
     tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
     largest, _ = largest_task(plan)
-    persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
+    persistent = plan.idle + sum(handle.spec.size for handle in plan.uses if handle.spec.kind == "persistent" and not plan.stays_in_file(handle))
     total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
     least = next((_touched(each) for each in sorted(tasks, key=_touched) if _computes(each)), 0)
@@ -228,7 +228,7 @@ def largest_task(plan: StepPlan) -> tuple[RecordedTask, int]:
 
 
 def _touched(task: RecordedTask) -> int:
-    return sum(handle.size for handle, _ in task.accesses)
+    return sum(handle.spec.size for handle, _ in task.accesses)
 
 
 def _computes(task: RecordedTask) -> bool:
@@ -236,7 +236,7 @@ def _computes(task: RecordedTask) -> bool:
     codelet = task.codelet
     if not isinstance(codelet, Codelet) or codelet.cost is None:
         return False
-    return codelet.cost([handle.view for handle, _ in task.accesses], task.constants)[0] > 0
+    return codelet.cost([handle.spec.view for handle, _ in task.accesses], task.constants)[0] > 0
 
 
 def work_of(run: RunConfig) -> int:

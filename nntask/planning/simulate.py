@@ -167,8 +167,8 @@ def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
     The peak of a run depends on which of two workers is first: it may grow by these bytes for each worker, in each of the steps in flight.
     """
     made = (handle for task in plan.tasks for handle, mode in task.accesses if mode == W and plan.owned.get(handle) is False)
-    largest = max(made, key=lambda handle: handle.size, default=None)
-    return (0, "activations") if largest is None else (largest.size, largest.data_class)
+    largest = max(made, key=lambda handle: handle.spec.size, default=None)
+    return (0, "activations") if largest is None else (largest.spec.size, largest.spec.data_class)
 
 
 def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> None:
@@ -217,15 +217,15 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
     """Return the largest number of bytes of each class that live at once, in the planned order with one task at a time."""
     changes: dict[str, Counter[int]] = {}
     for handle, use in plan.uses.items():
-        change = changes.setdefault(handle.data_class, Counter())
+        change = changes.setdefault(handle.spec.data_class, Counter())
         if dict(plan.tasks[use.positions[0]].accesses)[handle] == SCRATCH:
             for position in use.positions:
-                change[position] += handle.size
-                change[position + 1] -= handle.size
+                change[position] += handle.spec.size
+                change[position + 1] -= handle.spec.size
         else:
-            change[-1 if use.needs_data else use.positions[0]] += handle.size
+            change[-1 if use.needs_data else use.positions[0]] += handle.spec.size
             if plan.owned.get(handle) is False:
-                change[use.positions[-1] + 1] -= handle.size
+                change[use.positions[-1] + 1] -= handle.spec.size
     peaks = {}
     for name, change in sorted(changes.items()):
         live = highest = 0
@@ -304,7 +304,7 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
         model = run.model
         changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
         captured = capture(changed)
-        inputs = sum(handle.size for handle in captured.plan.uses if handle.kind == "input")
+        inputs = sum(handle.spec.size for handle in captured.plan.uses if handle.spec.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
         return least_needs(captured.plan, changed, target, reading=captured.reading), nbytes, len(captured.plan.tasks)
 

@@ -51,9 +51,9 @@ def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any
             "operation": group.op,
             "layers": len(group.layers) if "*" in group.name else 0,
             "bytes": group.nbytes,
-            "again_bytes": sum(handle.size for handle in again),
-            "moved_bytes": sum(handle.size for handle in others if handle in gone),
-            "kept_bytes": sum(handle.size for handle in others if handle not in gone),
+            "again_bytes": sum(handle.spec.size for handle in again),
+            "moved_bytes": sum(handle.spec.size for handle in others if handle in gone),
+            "kept_bytes": sum(handle.spec.size for handle in others if handle not in gone),
             "seconds_again": group.seconds,
             "seconds_moved": group.nbytes * max(1 / pace.read, 1 / pace.write),
         }

@@ -140,7 +140,7 @@ def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
         row["tasks"] += 1
         cost = getattr(task.codelet, "cost", None)
         if cost is not None:
-            flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants)
+            flops, nbytes = cost([handle.spec.view for handle, _ in task.accesses], task.constants)
             row["flops"] += flops
             row["bytes"] += nbytes
     return totals

@@ -136,7 +136,9 @@ def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeSh
     for task in tasks:
         if task.name in (FORWARD, BACKWARD):
             (q, _), (k, _), at = task.accesses[0], task.accesses[1], cast(Pair, task.constants["at"])
-            found[shape_of(cast(Any, q.view).shape, cast(Any, k.view).shape, at.head_size, at.scale, at.causal), task.name] += num_minibatches
+            found[shape_of(cast(Any, q.spec.view).shape, cast(Any, k.spec.view).shape, at.head_size, at.scale, at.causal), task.name] += (
+                num_minibatches
+            )
     return {shape: (found[shape, FORWARD], found[shape, BACKWARD]) for shape in dict.fromkeys(shape for shape, _ in found)}
 
 
@@ -159,7 +161,7 @@ def _broken_rule(task: RecordedTask, at: Pair) -> str:
         (how.cap > 0, f"it takes no caps of scores, got {how.cap:g}"),
         (how.documents > 0, "it keeps no documents apart, and rows hold several texts or padding"),
     ]
-    cut = ((cast(Any, handle.view).shape[1], length) for handle, length in ((q, at.length), (k, at.row)))
+    cut = ((cast(Any, handle.spec.view).shape[1], length) for handle, length in ((q, at.length), (k, at.row)))
     rules += [(tile < length, f"it takes whole sequences, and tiles have {tile:,} of {length:,} tokens (--seq-tile)") for tile, length in cut]
     return next((rule for is_broken, rule in rules if is_broken), "it takes bf16 on GPUs")
 

@@ -105,7 +105,7 @@ def check_tasks(tasks: Sequence[RecordedTask], machine: Machine, *, is_mixed: bo
         if task.kinds != ability.kinds and codelet is not COPY_INPUT:
             were, are = ", ".join(task.kinds), ", ".join(ability.kinds)
             raise RecordingError(f"{task.name} was captured for workers of kinds {were}, got {are}", "capture the step for this machine")
-        nbytes = sum(handle.size for handle, _ in task.accesses)
+        nbytes = sum(handle.spec.size for handle, _ in task.accesses)
         if nbytes > ability.capacity:
             raise too_large(codelet, task.accesses, nbytes, ability, machine)
 
@@ -113,4 +113,4 @@ def check_tasks(tasks: Sequence[RecordedTask], machine: Machine, *, is_mixed: bo
 def _facts(handle: Handle) -> tuple[object, ...]:
     record: HandleRecord = handle.record
     place = "in a file" if FILE in record.replicas else "in memory"
-    return f"{record.nbytes} B", record.view, record.kind, record.data_class, place
+    return f"{record.spec.nbytes} B", record.spec.view, record.spec.kind, record.spec.data_class, place

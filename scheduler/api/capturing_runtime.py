@@ -75,7 +75,7 @@ class CapturingRuntime(RecordingRuntime):
     def _attach(self, handle: Handle, source: Source) -> None:
         handle.record.replicas[FILE] = Replica(handle.record, FILE, 0, "shared", is_backing=True)
         if source.scratch_nbytes:
-            nbytes = readers_nbytes(handle.record.size, source, has_gpus=self.has_gpus)
+            nbytes = readers_nbytes(handle.spec.size, source, has_gpus=self.has_gpus)
             self.reading_nbytes = max(self.reading_nbytes, rounded(nbytes))
 
     @contextmanager
@@ -92,10 +92,9 @@ class CapturingRuntime(RecordingRuntime):
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         pin = None if combines or not self._pins else self._pin()
         if pin is not None:
-            return kinds_on(codelet, self._worker_names[pin]), pin
-        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None
+            return kinds_on(codelet, self._worker_names[pin]), pin, None
+        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None, None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:
-            kinds, pin = terms
-            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
+            self._recorder.enter_task(codelet, accesses, constants, priority, terms)

@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..core.codelet import Codelet
-from ..core.records import DataClass, Kind, Mode
+from ..core.records import HandleSpec, Mode
 from ..drivers.disk import Source
-from .task_runtime import Access, Handle, TaskRuntime, Terms, View
+from .task_runtime import Access, Handle, TaskRuntime, Terms
 
 
 class InlineRuntime(TaskRuntime):
     """A runtime that runs each task when it is submitted."""
 
-    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
-        return bytearray(max(nbytes, 1))  # freed with the last reference to the handle
+    def _record(self, spec: HandleSpec) -> Any:
+        return bytearray(max(spec.nbytes, 1))  # freed with the last reference to the handle
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager with the view of the data, without waiting."""
@@ -41,8 +41,13 @@ class InlineRuntime(TaskRuntime):
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         if codelet.cpu is None:
             raise ValueError(f"{codelet!r} has no CPU implementation; register one or use a runtime with its device")
-        return ("cpu",), None
+        return ("cpu",), None, None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         assert codelet.cpu is not None  # checked by _examine()
+        condition = terms[2]
+        if condition is not None and condition.guard >= 0:
+            guard, _ = accesses[condition.guard]
+            if not bytes(guard.view(guard.record, 0))[condition.number]:
+                return
         codelet.cpu(*[handle.view(handle.record, 0) for handle, _ in accesses], **constants)

@@ -99,7 +99,7 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None, *, is
 
 def too_large(codelet: Codelet, accesses: Sequence[tuple[HandleRecord, Mode]], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
     """Return the error for a task whose data exceeds the memory of every eligible worker."""
-    sizes = tuple(AccessSize(mode, record.name or "unnamed", record.size) for record, mode in accesses)
+    sizes = tuple(AccessSize(mode, record.spec.name or "unnamed", record.spec.size) for record, mode in accesses)
     node = machine.memory.name_of(ability.node)
     shortage = Shortage("task", node, nbytes, ability.capacity, task=codelet.name, sizes=sizes, workers=ability.kinds, pin=ability.pin)
     return DoesNotFit(shortage)

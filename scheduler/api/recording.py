@@ -17,13 +17,12 @@ from typing import Any, Final
 
 from ..core.codelet import Codelet
 from ..core.errors import PlacementError, SchedulerError
-from ..core.memory.extents import rounded
-from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerId, WorkerKind
+from ..core.records import HandleId, HandleRecord, HandleSpec, Mode, R, W, WorkerId, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from .labels import current_label
 from .placement import kinds_beside
-from .task_runtime import Handle, TaskRuntime, View
+from .task_runtime import Handle, TaskRuntime, Terms
 
 FIRST: Final = 1 << 40
 """Priority of the copies of inputs, above all others, so that they run as soon as any worker is free."""
@@ -102,13 +101,12 @@ class RecordingRuntime(TaskRuntime):
         me = threading.current_thread()
         return next((entered.worker for entered in reversed(tuple(self._pins)) if entered.thread is me), None)
 
-    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> HandleRecord:
-        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
+    def _record(self, spec: HandleSpec) -> HandleRecord:
+        return HandleRecord(HandleId(next(self._handle_ids)), spec)
 
     def clone_record(self, record: HandleRecord) -> HandleRecord:
-        """Return a new record with the properties of `record`, without replicas."""
-        number = HandleId(next(self._handle_ids))
-        return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
+        """Return a new record of the same data as `record`, without replicas."""
+        return HandleRecord(HandleId(next(self._handle_ids)), record.spec)
 
     @contextmanager
     def _captured(self) -> Iterator[Recorder]:
@@ -140,25 +138,25 @@ class Recorder:
 
     def enter_handle(self, handle: Handle) -> None:
         """Note a handle created while recording; persistent ones belong to the program, not to the step."""
-        if handle.kind != "persistent":
+        if handle.spec.kind != "persistent":
             self.created[handle.record] = weakref.ref(handle)
 
     def enter_task(
         self,
         codelet: Codelet,
-        kinds: tuple[WorkerKind, ...],
         accesses: Sequence[tuple[Handle, Mode]],
         constants: Mapping[str, Any],
         priority: int,
-        pin: WorkerId | None,
+        terms: Terms,
     ) -> None:
         """Capture one task. The step keeps references to the program's handles that it uses."""
+        kinds, pin, condition = terms
         for handle, _ in accesses:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
-        plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
+        plain = tuple((self._input(handle, mode) if handle.spec.kind == "input" else handle.record, mode) for handle, mode in accesses)
         aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
-        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, label=current_label(), aside=aside)
+        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, condition, label=current_label(), aside=aside)
         task.num_clones, task.clone_share = int(codelet.again > 0), codelet.again
         self.tasks.append(task)
 

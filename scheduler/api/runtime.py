@@ -221,18 +221,18 @@ class Runtime(RecordingRuntime):
         kinds, capacity, _, _ = ability
         nbytes = 0
         for handle, _ in accesses:
-            nbytes += handle.record.size
+            nbytes += handle.spec.size
         if nbytes > capacity:
             raise too_large(codelet, [(handle.record, mode) for handle, mode in accesses], nbytes, ability, machine)
-        return kinds, pin
+        return kinds, pin, None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
-        kinds, pin = terms
         if self._recorder is not None:
-            self._recorder.enter_task(codelet, kinds, accesses, constants, priority, pin)
+            self._recorder.enter_task(codelet, accesses, constants, priority, terms)
             return
+        kinds, pin, condition = terms
         plain = tuple([(handle.record, mode) for handle, mode in accesses])
-        task = Task(NEW, TaskSpec(codelet, codelet.name, kinds, plain, constants, priority, pin), plain)
+        task = Task(NEW, TaskSpec(codelet, codelet.name, kinds, plain, constants, priority, pin, condition), plain)
         self._executor.bring(TaskSubmitted(task), task)
 
     def wait(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..core.records import ANY, DataClass, HandleRecord, Kind, NodeId, WorkerKind
+from ..core.memory.extents import rounded
+from ..core.records import ANY, DataClass, HandleRecord, HandleSpec, NodeId, WorkerKind
 from ..core.step_plan import StepPlan
 from ..execution.executor import Executor
 from ..fusion.fused_tasks import ScratchView
@@ -16,9 +17,8 @@ from ..planning.evaluation import PlannedOrder
 from ..planning.machine_pace import planning_machine
 from ..planning.urgency import by_urgency, on_kinds
 from .recording import RecordingError
-from .task_runtime import View
 
-NewRecord = Callable[[int, View, str, Kind, DataClass], HandleRecord]
+NewRecord = Callable[[HandleSpec], HandleRecord]
 """Function that creates a record from its size in bytes, view, name, kind and data class."""
 
 
@@ -72,7 +72,7 @@ def fuse_step(executor: Executor, planned: PlannedOrder, record: NewRecord, *, g
 
     def create(nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """Create a record for the scratch memory of a fused task, or for data that several of them share."""
-        return record(nbytes, view, f"inner {data_class}", "temporary", data_class)
+        return record(HandleSpec(nbytes, rounded(nbytes), view, f"inner {data_class}", "temporary", data_class))
 
     if graphs:
         devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]

@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..core.codelet import Codelet
-from ..core.records import REDUX, RW, SCRATCH, DataClass, Kind, Mode, R, W, WorkerId, WorkerKind
+from ..core.memory.extents import rounded
+from ..core.records import REDUX, RW, SCRATCH, Condition, DataClass, HandleSpec, Kind, Mode, R, W, WorkerId, WorkerKind
 from ..drivers.disk import Source
 from .labels import current_contribution, current_label, labelled
 
@@ -35,11 +36,7 @@ class Handle:
 
     Args:
         record: the runtime's own record of the data; opaque to programs.
-        nbytes: exact size in bytes.
-        view: function that creates the kernel's argument from a node's memory and an offset.
-        name: name in reports and messages.
-        kind: lifetime of the data: persistent, input or temporary.
-        data_class: class of the data in reports of traffic.
+        spec: size, view, name and class of the data.
         combine: codelet called as ``combine(total RW, other R)``; required if the handle is summed in more than one lane.
         inbox: receives the record when the handle is released, by a finalizer, so that `append` must neither lock nor call back; None for no inbox.
 
@@ -50,11 +47,7 @@ class Handle:
     """
 
     record: Any
-    nbytes: int
-    view: View
-    name: str
-    kind: Kind
-    data_class: DataClass
+    spec: HandleSpec
     combine: Codelet | None
     inbox: deque[Any] | None
     written: bool = False
@@ -66,14 +59,29 @@ class Handle:
         if inbox is not None:
             inbox.append(self.record)
 
+    @property
+    def nbytes(self) -> int:
+        """Exact size in bytes."""
+        return self.spec.nbytes
+
+    @property
+    def name(self) -> str:
+        """Name in reports and messages."""
+        return self.spec.name
+
+    @property
+    def view(self) -> View:
+        """Function that creates the kernel's argument from a node's memory and an offset."""
+        return cast(View, self.spec.view)
+
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, {self.nbytes} B)"
 
 
 Access = tuple[Handle, Mode]
 
-Terms = tuple[tuple[WorkerKind, ...], WorkerId | None]
-"""Kinds of workers that may run a task, and the only worker that may, if the program has pinned the task."""
+Terms = tuple[tuple[WorkerKind, ...], WorkerId | None, Condition | None]
+"""Kinds of workers that may run a task; the only worker that may, if the program has pinned the task; and the task's condition."""
 
 
 class TaskRuntime(abc.ABC):
@@ -111,14 +119,14 @@ class TaskRuntime(abc.ABC):
         combine: Codelet | None = None,
     ) -> Handle:
         """Register data of `nbytes` bytes; memory is allocated when the first task writes it, in an `InlineRuntime` at once."""
-        record = self._record(nbytes, view, name, kind, data_class)
-        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        spec = HandleSpec(nbytes, rounded(nbytes), view, name, kind, data_class)
+        handle = Handle(self._record(spec), spec, combine, self.inbox)
         if self._note_handle is not None:
             self._note_handle(handle)
         return handle
 
     @abc.abstractmethod
-    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> Any:
+    def _record(self, spec: HandleSpec) -> Any:
         """Return the runtime's own record of new data."""
 
     def attach(self, handle: Handle, source: Source) -> None:
@@ -176,6 +184,7 @@ class TaskRuntime(abc.ABC):
         constants: Mapping[str, Any] | None = None,
         *,
         priority: int = 0,
+        condition: Condition | None = None,
     ) -> None:
         """Submit a task: `codelet` over `accesses`.
 
@@ -183,14 +192,18 @@ class TaskRuntime(abc.ABC):
             accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
             constants: keyword arguments of the kernel.
             priority: tasks of larger priority run earlier among ready tasks, under policies that use priorities.
+            condition: the flag on which the task depends, or the flags that it writes for later tasks; None for neither.
 
         Raises:
-            ValueError: a handle appears twice, or no worker can run the codelet.
+            ValueError: a handle appears twice, no worker can run the codelet, or the condition does not match the accesses.
         """
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
         terms = self._examine(codelet, accesses)
+        if condition is not None:
+            _check_condition(codelet, accesses, condition)
+            terms = terms[0], terms[1], condition
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
                 if handle.lanes is not None and (mode == R or mode == RW):
@@ -251,7 +264,7 @@ class TaskRuntime(abc.ABC):
     def _lane_of(self, handle: Handle, number: int) -> Handle:
         """Create a new lane of a handle."""
         name = f"{handle.name} lane {number}"
-        return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.data_class, combine=handle.combine)
+        return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.spec.data_class, combine=handle.combine)
 
     def partial_sums(self, handle: Handle, num_lanes: int, *, priority: int = 0) -> dict[int, Handle]:
         """Sum the lanes of a handle as far as the tree of `num_lanes` lanes allows while other lanes are elsewhere, and detach the sums.
@@ -315,6 +328,24 @@ class TaskRuntime(abc.ABC):
         """Combine the lanes of all handles: a recorded step neither begins nor ends with partial sums."""
         for handle in sorted(self._summing, key=lambda handle: handle.name):
             self._combine(handle)
+
+
+def _check_condition(codelet: Codelet, accesses: Sequence[Access], condition: Condition) -> None:
+    """Raise `ValueError` unless the condition of a task matches its accesses."""
+    modes = [mode for _, mode in accesses]
+    for what, position, allowed in (("flag is read", condition.guard, (R,)), ("flags are written", condition.flags, (W, RW))):
+        if position >= 0 and (position >= len(modes) or modes[position] not in allowed):
+            mode = modes[position] if position < len(modes) else "none"
+            raise ValueError(
+                f"the access number {position} of {codelet!r}, by which a {what}, must exist with mode {' or '.join(allowed)}, got {mode}; "
+                "name another access in the condition"
+            )
+    if condition.guard < 0:
+        return
+    if REDUX in modes:
+        raise ValueError(f"{codelet!r} depends on a flag, so it may add to a sum but not begin one, got mode REDUX; fill the data first, and use RW")
+    if codelet.host is not None:
+        raise ValueError(f"{codelet!r} depends on a flag, so it must run on a worker, got a host operation; submit it without a condition")
 
 
 def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:

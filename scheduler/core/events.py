@@ -26,9 +26,10 @@ class StepStarted:
 
 @dataclass(slots=True, eq=False)
 class TaskFinished:
-    """The kernel of `task` returned."""
+    """The kernel of `task` returned. A task that writes flags has written `flags`, one byte each; None if their values are unknown."""
 
     task: Task
+    flags: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)

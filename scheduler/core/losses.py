@@ -13,7 +13,7 @@ from .errors import TaskError
 from .events import Action, CopyFailed, ReportFailure
 from .memory import coherence
 from .memory.replicas import Replicas
-from .records import FILE, RW, HandleRecord, R, Replay, Replica, Task, W
+from .records import ANY, FILE, RW, SCRATCH, SKIPPED, HandleRecord, R, Replay, Replica, SharedUse, Task, W
 
 
 class Losses:
@@ -38,6 +38,16 @@ class Losses:
         handle.root = root or reason
         self._replicas.drop_unpinned(handle, actions)
 
+    def begin_anew(self, replay: Replay, actions: list[Action]) -> None:
+        """Let the handles that a new replay owns begin without data."""
+        for handle, num_uses in replay.owned:
+            handle.num_uses += num_uses
+            if handle.replicas:  # a copy still in progress kept the replicas beyond the last use
+                self.lose(handle, "it died with an earlier replay", actions)
+                self._replicas.reservations.reenter(handle, replay)
+            elif handle.lost is not None:
+                self.revive(handle)
+
     def revive(self, handle: HandleRecord) -> None:
         """Note that a task has overwritten lost data, or that its handle begins anew."""
         handle.lost = handle.root = None
@@ -50,9 +60,13 @@ class Losses:
 
     def end_replay(self, replay: Replay) -> None:
         """Forget the stale data of a replay that has failed and ended."""
-        replay.changed_nothing = all(first is None or handle in replay.stale for handle, first in replay.updated.items())
+        replay.changed_nothing = all(handle in replay.stale or not _has_begun(replay, use) for handle, use in replay.updated.items())
         self.count -= len(replay.stale)
         replay.stale.clear()
+
+    def is_lost(self, handle: HandleRecord, replay: Replay | None) -> bool:
+        """Return whether a task of a replay, or a plain task, cannot read the data of a handle."""
+        return handle.lost is not None or (replay is not None and handle in replay.stale)
 
     def cancels(self, task: Task) -> bool:
         """Return whether a task reads lost data; if so, mark it for cancellation."""
@@ -74,7 +88,7 @@ class Losses:
         if step is not None:
             step.done[task.position] = 1
             if step.failure is None:
-                step.updated = {use.handle: use.first_writer for use in step.shared if use.needs_data}
+                step.updated = {use.handle: use for use in step.shared if use.needs_data}
         stale = {} if step is None else step.stale
         root = next((why for handle, mode in task.accesses if mode != W and (why := handle.root or stale.get(handle)) is not None), None)
         reason = f"{task!r} {task.state}: {error}"
@@ -100,7 +114,8 @@ class Losses:
             return False
         if handle in step.stale:
             return True
-        if step.updated.get(handle) is not task or coherence.best_source(handle, None) is None:
+        use = step.updated.get(handle)
+        if use is None or _has_begun(step, use, task.position) or coherence.best_source(handle, None) is None:
             return False
         self._replicas.forget_write(handle, actions)
         step.stale[handle] = reason
@@ -145,3 +160,13 @@ class Losses:
                 self._replicas.drop(replica, actions)
         if handle.lost is not None:
             self.revive(handle)
+
+
+def _has_begun(replay: Replay, use: SharedUse, before: int = ANY) -> bool:
+    """Return whether tasks of a replay have begun to write a handle, of those before a position: skipped ones have not."""
+    schedule, done = use.use_schedule, replay.done
+    return any(
+        mode not in (R, SCRATCH) and done[position] != SKIPPED
+        for position, mode in zip(schedule.positions, schedule.modes, strict=True)
+        if position < before
+    )

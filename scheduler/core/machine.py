@@ -1,8 +1,8 @@
 """The scheduler as a state machine: events in, actions out.
 
 `docs/internals/scheduler.md` describes the life of a task. The machine composes the parts: `dependencies` finds the tasks without unfinished
-predecessors, `dispatch` assigns them to workers and admits them to memory, `memory` places and copies data, `prefetchers` look ahead, and `losses`
-handles failures.
+predecessors, `dispatch` assigns them to workers and admits them to memory, `memory` places and copies data, `prefetchers` look ahead, `conditions`
+skips tasks, and `losses` handles failures.
 
 Every event has one list of actions: `Machine.handle` creates it, passes it as the argument `actions` to every method that can cause actions, and
 returns it. No part keeps the list, so all actions follow from the present event, and a signature shows whether a method can cause actions.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from . import dependencies as graph
+from .conditions import Conditions
 from .dispatch import Dispatch
 from .errors import InvalidEvent, TaskError
 from .events import (
@@ -83,6 +84,7 @@ class Machine:
         self._admission = Admission(self._replicas)
         self._dispatch = Dispatch(self._replicas, self._admission, policy)
         self._losses = Losses(self._dispatch, self._replicas)
+        self._conditions = Conditions(self._losses, self._replicas)
         self._lookaheads = Lookaheads(self._dispatch, self._replicas, enabled=prefetch)
         self.memory = MemoryStatus(self._replicas, self._admission)
         self.stalls = Stalls(self._dispatch, self._replicas.copies)
@@ -128,6 +130,11 @@ class Machine:
         return any(worker.node == self._replicas.last and not worker.aside for worker in self._dispatch.joined)
 
     @property
+    def num_skipped(self) -> int:
+        """Number of conditional tasks that were skipped."""
+        return self._conditions.num_skipped
+
+    @property
     def num_ready(self) -> int:
         """Number of tasks that wait for a worker."""
         return self._dispatch.num_ready
@@ -150,7 +157,7 @@ class Machine:
         actions: list[Action] = []
         try:
             self.handlers[type(event)](event, actions)
-            if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel:
+            if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel or self._conditions.skipped:
                 self._make_progress(actions)
         except ImpossibleTransition as error:
             task = getattr(event, "task", None)
@@ -193,13 +200,7 @@ class Machine:
         if replay.tasks:
             self._foresight.replays.append(replay)
         self.num_unfinished += len(replay.tasks)
-        for handle, num_uses in replay.owned:
-            handle.num_uses += num_uses
-            if handle.replicas:  # a copy still in progress kept the replicas beyond the last use
-                self._losses.lose(handle, "it died with an earlier replay", actions)
-                self._replicas.reservations.reenter(handle, replay)
-            elif handle.lost is not None:
-                self._losses.revive(handle)
+        self._losses.begin_anew(replay, actions)
         for use in replay.shared:
             use.handle.num_uses += use.num_uses
             use.handle.use_schedule = use.use_schedule
@@ -218,6 +219,8 @@ class Machine:
         task.state = FINISHED[task.state]
         replicas, losses = self._replicas, self._losses
         has_several = replicas.has_several
+        if task.spec.condition is not None and task.spec.condition.flags >= 0:
+            task.accesses[task.spec.condition.flags][0].flags = event.flags
         if task.step is not None:
             task.step.done[task.position] = 1
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
@@ -283,6 +286,8 @@ class Machine:
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Give a task without unfinished predecessors to the dispatch; `worker` ran the last of them."""
+        if task.spec.condition is not None and self._conditions.skips(task, worker):
+            return
         if not (self._losses.count and self._losses.cancels(task)):
             self._dispatch.push(task, worker, actions)
 
@@ -352,6 +357,10 @@ class Machine:
         """Cancel the tasks marked for it, retry blocked tasks, and ensure that something is in progress while tasks remain."""
         replicas, dispatch = self._replicas, self._dispatch
         while True:
+            while skipped := self._conditions.skipped:
+                task, worker = skipped.popleft()
+                self._conditions.end(task, actions)
+                self._release_successors(task, worker, actions)
             while dispatch.to_cancel:
                 self._cancel(*dispatch.to_cancel.pop(0), actions)
             if dispatch.turns:
@@ -363,7 +372,7 @@ class Machine:
                     dispatch.retry(actions)
                 if dispatch.num_ready:
                     dispatch.feed(actions)
-                if dispatch.to_cancel or progress != self.num_finished + replicas.num_released:
+                if dispatch.to_cancel or self._conditions.skipped or progress != self.num_finished + replicas.num_released:
                     continue
             if dispatch.num_active or replicas.copies or not self.num_unfinished:
                 return

@@ -123,14 +123,14 @@ def footprint(task: TaskSpec) -> int:
     """
     terms: list[str] = []
     for handle, mode in task.accesses:
-        view: Any = handle.view
+        view: Any = handle.spec.view
         if hasattr(view, "shape") and hasattr(view, "dtype"):
             dtype = _dtypes.get(view.dtype)
             if dtype is None:
                 dtype = _dtypes[view.dtype] = str(view.dtype)
             terms.append(f"{mode} {view.shape} {dtype}")
         else:
-            terms.append(f"{mode} {handle.nbytes}")
+            terms.append(f"{mode} {handle.spec.nbytes}")
     cost = _cost(task)
     types = (bool, str) if cost is not None else (bool, str, int, float)
     terms += [f"{name}={value!r}" for name, value in sorted(task.constants.items()) if isinstance(value, types)]
@@ -149,7 +149,7 @@ def key_of(task: TaskSpec) -> tuple[str, int]:
 def _cost(task: TaskSpec) -> tuple[float, float] | None:
     """Return (flops, bytes) of a task, or None if its codelet has no cost function."""
     cost = getattr(task.codelet, "cost", None)
-    return None if cost is None else cost([handle.view for handle, _ in task.accesses], task.constants)
+    return None if cost is None else cost([handle.spec.view for handle, _ in task.accesses], task.constants)
 
 
 class Series:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, Literal, NewType
+from typing import Final, Literal, NamedTuple, NewType
 
 NodeId = NewType("NodeId", int)
 WorkerId = NewType("WorkerId", int)
@@ -54,6 +54,9 @@ ANY: Final = 1 << 60
 HOST: Final = WorkerId(-1)
 """The program itself, as the worker of its acquisitions; it runs any number of them at a time."""
 
+SKIPPED: Final = 2
+"""Value in `Replay.done` of a conditional task whose flag was 0."""
+
 NEW: Final = TaskId(-1)
 """Id of a task that has not been submitted yet."""
 
@@ -97,6 +100,7 @@ class UseSchedule:
     Attributes:
         positions: positions of the tasks that use the handle, ascending.
         modes: access mode of each of these tasks.
+        is_conditional: whether all of these tasks are conditional.
         leaves: those of `positions` before which the handle is expected to leave the memory where tasks run, if known.
         replay: the replay that owns the handle; None for a handle that outlives replays, whose uses recur in the next one.
     """
@@ -105,6 +109,26 @@ class UseSchedule:
     modes: Sequence[Mode]
     leaves: Set[int] = frozenset()
     replay: Replay | None = None
+    is_conditional: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class HandleSpec:
+    """The static facts of a piece of data, which a handle of the program, its record and the instances of a recorded step share.
+
+    Attributes:
+        nbytes: exact size; `size` is the size in the ledger (rounded up).
+        view: opaque; creates the argument of a kernel.
+        kind: lifetime of the data: persistent, input or temporary.
+        data_class: class of the data in reports of traffic.
+    """
+
+    nbytes: int
+    size: int
+    view: object
+    name: str
+    kind: Kind
+    data_class: DataClass
 
 
 @dataclass(slots=True, eq=False)
@@ -112,35 +136,52 @@ class HandleRecord:
     """One piece of data.
 
     Attributes:
-        nbytes: exact size; `size` is the size in the ledger (rounded up).
         replicas: replica on each node that holds bytes for it.
         last_writer, readers: unfinished tasks that the next access must wait for.
         num_uses: number of accesses of unfinished tasks and of copies in progress.
         released: whether the program has no reference to it any more, so that it dies with its last use.
+        flags: flags that the last task with `Condition.flags` wrote to it; None before.
+        use_rate: recent share of its conditional uses that took place, the latest ones weighing most; negative before the first.
         lost: reason why its data does not exist any more, else None; `root` is the failure that started the chain of losses.
         use_schedule: its uses in the recorded step that used it last.
         preferred_offset: its offset where a task last freed bytes for it, used again if free, so that replays find the same addresses; -1 for none.
     """
 
     id: HandleId
-    nbytes: int
-    size: int
-    view: object
-    name: str
-    kind: Kind
-    data_class: DataClass
+    spec: HandleSpec
     replicas: dict[NodeId, Replica] = field(default_factory=dict)
     last_writer: Task | None = None
     readers: dict[Task, None] = field(default_factory=dict)
     num_uses: int = 0
     released: bool = False
+    flags: bytes | None = None
+    use_rate: float = -1.0
     lost: str | None = None
     root: str | None = None
     use_schedule: UseSchedule | None = None
     preferred_offset: int = -1
 
     def __repr__(self) -> str:
-        return f"handle {self.id} {self.name!r} ({self.nbytes} B)"
+        return f"handle {self.id} {self.spec.name!r} ({self.spec.nbytes} B)"
+
+
+class Condition(NamedTuple):
+    """The part of a task in conditional execution: the flag on which it depends, or the flags that it writes.
+
+    A task whose flag is 0 is skipped: it ends without memory or a worker as soon as it would be ready. Data that it accesses as RW keeps its value,
+    and data that it accesses as W is lost.
+
+    Attributes:
+        guard: position of the access, of mode R, that has the flags; -1 for a task that always runs.
+        number: number of the task's flag.
+        share: expected fraction of executions in which the flag is set; plans use it.
+        flags: position of the access, of mode W or RW, to which the task writes flags, one byte each; -1 for none.
+    """
+
+    guard: int = -1
+    number: int = 0
+    share: float = 1.0
+    flags: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +192,7 @@ class TaskSpec:
         codelet: opaque; only `name` and `kinds` matter to the core.
         accesses: data as submitted or recorded; an instance of a recorded task has `Task.accesses` of its own.
         pin: the only worker that may run it, if the program has placed it by hand.
+        condition: None for a task that always runs and writes no flags.
         model_key: codelet name and footprint, once a performance model has computed them.
         num_clones: number of recomputing tasks in a recorded task: of itself, or of the tasks fused into it, those that recompute results of other
             tasks of the step, at least in part.
@@ -165,6 +207,7 @@ class TaskSpec:
     constants: Mapping[str, object]
     priority: int = 0
     pin: WorkerId | None = None
+    condition: Condition | None = None
     model_key: tuple[str, int] | None = None
     num_clones: int = 0
     clone_share: float = 0.0
@@ -222,7 +265,7 @@ class Task:
 
 def data_of(task: Task) -> str:
     """Return the data of a task for messages: at most `MOST_SHOWN` accesses, since fused tasks may use the data of a whole step."""
-    shown = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses[:MOST_SHOWN])
+    shown = ", ".join(f"{mode} {handle.spec.name or handle.id}" for handle, mode in task.accesses[:MOST_SHOWN])
     return shown if len(task.accesses) <= MOST_SHOWN else f"{shown} and {len(task.accesses) - MOST_SHOWN} more"
 
 
@@ -263,12 +306,12 @@ class Replay:
         heads: for each partition, an index into its positions before which all tasks have ended.
         returned: for each entry of `ReplayPlan.returns`, the number of its pairs that this replay has handled.
         first_order: `order` of the first task of this replay.
-        done: for each position, whether its task has ended in this replay.
+        done: for each position, whether its task has ended in this replay: 0 if not, `SKIPPED` if it was skipped, else 1.
         frontier: first position whose task has not ended.
         number: number of the replay, from 0.
         num_unfinished: number of tasks of this replay that are neither done nor cancelled.
         failure: first error of a task of this replay.
-        updated: once a task of this replay has failed or was cancelled, the first writer of each handle that the step reads before it writes it.
+        updated: once a task of this replay has failed or was cancelled, the use of each handle that the step reads before it writes it.
         stale: handles of `updated` whose first write in this replay was cancelled, with the reason. They are lost within the replay, and unchanged
             outside it.
         changed_nothing: whether a replay that has failed and ended left all data that it was to update unchanged.
@@ -290,7 +333,7 @@ class Replay:
     number: int = 0
     num_unfinished: int = 0
     failure: BaseException | None = None
-    updated: Mapping[HandleRecord, Task | None] = field(default_factory=dict)
+    updated: Mapping[HandleRecord, SharedUse] = field(default_factory=dict)
     stale: dict[HandleRecord, str] = field(default_factory=dict)
     changed_nothing: bool = False
 

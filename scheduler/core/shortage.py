@@ -148,4 +148,6 @@ class Shortage:
 
 def access_sizes(accesses: Iterable[tuple[HandleRecord, Mode]]) -> tuple[AccessSize, ...]:
     """Return the data of a task's accesses."""
-    return tuple(AccessSize(mode, handle.name or ("scratch" if mode == SCRATCH else str(handle.id)), handle.size) for handle, mode in accesses)
+    return tuple(
+        AccessSize(mode, handle.spec.name or ("scratch" if mode == SCRATCH else str(handle.id)), handle.spec.size) for handle, mode in accesses
+    )

@@ -80,6 +80,7 @@ class _Use:
     modes: list[Mode] = field(default_factory=list)  # of `positions`
     leaves: Set[int] = frozenset()  # of `positions`
     num_uses: int = 0
+    num_conditional: int = 0
     needs_data: bool = False
 
 
@@ -119,6 +120,7 @@ class StepPlan:
                 if use is None:
                     use = self.uses[handle] = _Use()
                 self._enter(use, position, mode, waits)
+                use.num_conditional += task.condition is not None and task.condition.guard >= 0
             self.predecessors.append(waits)
             for before in sorted(waits):
                 self.successors[before].append(position)
@@ -196,12 +198,12 @@ class StepPlan:
                 continue
             if use.first_writer is None and not use.readers:  # scratch
                 for position in use.positions:
-                    change[position] += handle.size
-                    change[position + 1] -= handle.size
+                    change[position] += handle.spec.size
+                    change[position + 1] -= handle.spec.size
             elif not use.needs_data:
-                change[use.positions[0]] += handle.size
+                change[use.positions[0]] += handle.spec.size
                 if self.owned.get(handle) is False:
-                    change[use.positions[-1] + 1] -= handle.size
+                    change[use.positions[-1] + 1] -= handle.spec.size
         return list(accumulate(change[:-1]))
 
     def needed_bytes(self) -> int:
@@ -210,7 +212,7 @@ class StepPlan:
         They are the inputs, results and scratch of the step, without data that only tasks aside use.
         """
         inputs = sum(
-            handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned and not self.is_only_aside(handle)
+            handle.spec.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned and not self.is_only_aside(handle)
         )
         return inputs + max(self.live_bytes(), default=0)
 
@@ -231,17 +233,17 @@ class StepPlan:
             ranks: position of each task in another order, if they run in that one.
         """
         if not is_last:
-            return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
+            return self.largest_task() if computes else max((handle.spec.size for handle in self.uses if not self._is_scratch(handle)), default=0)
         outliving = self.kept_bytes()
-        outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
+        outputs = sum(handle.spec.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
-        borrowed = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
+        borrowed = max((handle.spec.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
         return outliving + min(replays, 2) * outputs + max(passing, borrowed)
 
     def kept_bytes(self) -> int:
         """Return the bytes of the last tier that outlive the step: `idle` and all data except outputs and data in files that is only read."""
         outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
-        return self.idle + sum(handle.size for handle in outlives if not self.stays_in_file(handle))
+        return self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
         """Return whether the handle's data lies in a file and the step only reads it."""
@@ -260,14 +262,14 @@ class StepPlan:
                 for position in use.positions if scratch or self.has_aside else ():
                     if scratch or self.aside[position]:
                         rank = position if ranks is None else ranks[position]
-                        change[rank] += handle.size
-                        change[rank + 1] -= handle.size
+                        change[rank] += handle.spec.size
+                        change[rank + 1] -= handle.spec.size
             elif self.owned.get(handle) is False:
                 first, last = use.positions[0], use.positions[-1]
                 if ranks is not None:
                     first, last = min(map(ranks.__getitem__, use.positions)), max(map(ranks.__getitem__, use.positions))
-                change[first] += handle.size
-                change[last + 1] -= handle.size
+                change[first] += handle.spec.size
+                change[last + 1] -= handle.spec.size
         return list(accumulate(change[:-1]))
 
     def _is_scratch(self, handle: HandleRecord) -> bool:
@@ -281,7 +283,7 @@ class StepPlan:
             aside: whether to look at the tasks that only host memory must hold: those that run aside, and those of kind host.
         """
         tasks = [task for task, is_aside in zip(self.tasks, self.aside, strict=True) if is_aside == aside or (aside and task.kinds[0] == "host")]
-        return max((sum(handle.size for handle, _ in task.accesses) for task in tasks), default=0)
+        return max((sum(handle.spec.size for handle, _ in task.accesses) for task in tasks), default=0)
 
     def _replay_plan(self, *, computes_on_last: bool) -> ReplayPlan:
         """Return the facts that all instances on machines of this kind share."""
@@ -305,7 +307,7 @@ class StepPlan:
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
             if self.owned.get(handle) is False and not self._is_scratch(handle):
-                makes[use.positions[0]] += handle.size
+                makes[use.positions[0]] += handle.spec.size
         return makes
 
     def instantiate(
@@ -336,7 +338,7 @@ class StepPlan:
         for handle, use in self.uses.items():
             record = records.get(handle, handle)
             if record.released:
-                record.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay)
+                record.use_schedule = UseSchedule(use.positions, use.modes, use.leaves, replay, use.num_conditional == use.num_uses)
             if handle not in twins or not record.released:
                 replay.shared.append(self._share(record, use, replay))
         for shared in replay.shared:
@@ -370,7 +372,7 @@ class StepPlan:
             [tasks[position] for position in use.readers],
             use.num_uses,
             use.needs_data,
-            UseSchedule(use.positions, use.modes, use.leaves),
+            UseSchedule(use.positions, use.modes, use.leaves, is_conditional=use.num_conditional == use.num_uses),
         )
 
 

@@ -92,7 +92,7 @@ def _waiting(dispatch: Dispatch, name_of: Callable[[NodeId], str]) -> Iterator[t
         elif task.state == "staged":
             yield task, f"worker {task.worker}, which runs another task"
     for task in blocked:
-        yield task, f"{sum(handle.size for handle, _ in task.accesses):,} B in {name_of(task.node)}"
+        yield task, f"{sum(handle.spec.size for handle, _ in task.accesses):,} B in {name_of(task.node)}"
     for task in held_back:
         yield task, "earlier tasks of the planned order"
     for task in dispatch.turns:

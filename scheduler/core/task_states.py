@@ -14,12 +14,13 @@ from .records import TaskState
 
 TaskEvent = Literal[
     "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished", "raised",
-    "reads lost data", "never fits", "replayed",
+    "reads lost data", "never fits", "flag is 0", "replayed",
 ]  # fmt: skip
 
 TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
     ("waiting", "freed"): "ready",
     ("waiting", "reads lost data"): "cancelled",
+    ("waiting", "flag is 0"): "done",
     ("ready", "drawn, no free bytes"): "blocked",
     ("ready", "drawn, inputs missing"): "fetching",
     ("ready", "drawn, fits"): "staged",
@@ -65,4 +66,5 @@ FINISHED: Final = Transition("finished")
 RAISED: Final = Transition("raised")
 READS_LOST_DATA: Final = Transition("reads lost data")
 NEVER_FITS: Final = Transition("never fits")
+FLAG_IS_ZERO: Final = Transition("flag is 0")
 REPLAYED: Final = Transition("replayed")

@@ -45,7 +45,7 @@ class SeenTile:
         Data on a GPU is copied to the host.
         """
         handle = self._replica.handle
-        return self._look(handle.view, self._replica.offset, handle.nbytes)
+        return self._look(handle.spec.view, self._replica.offset, handle.spec.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Watch:
         if callback is None:
             return
         used: list[tuple[tuple[HandleRecord, Mode], Replica]] = list(zip(task.accesses, task.replicas, strict=True))
-        tiles = tuple(SeenTile(handle.name, mode, handle.nbytes, replica, look) for (handle, mode), replica in used if mode != SCRATCH)
+        tiles = tuple(SeenTile(handle.spec.name, mode, handle.spec.nbytes, replica, look) for (handle, mode), replica in used if mode != SCRATCH)
         number = None if task.step is None else task.step.number
         me = threading.get_ident()
         self.inside.add(me)

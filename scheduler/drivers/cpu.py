@@ -122,16 +122,18 @@ class WorkerThread(threading.Thread):
         for replica in task.replicas:
             view = replica.view
             if view is None:
-                view = replica.view = replica.handle.view(memory, replica.offset)  # type: ignore[operator]
+                view = replica.view = replica.handle.spec.view(memory, replica.offset)  # type: ignore[operator]
             views.append(view)
         return views
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
-        executor = self.executor
+        executor, views, flags = self.executor, self.views_of(task), None
         start = perf_counter_ns()
         try:
             constants: Mapping[str, Any] = task.spec.constants
-            task.spec.codelet.cpu(*self.views_of(task), **constants)  # type: ignore[attr-defined]
+            task.spec.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+            if task.spec.condition is not None and task.spec.condition.flags >= 0:
+                flags = bytes(views[task.spec.condition.flags])
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
             return TaskFailed(task, error)
         finally:
@@ -146,4 +148,4 @@ class WorkerThread(threading.Thread):
                 executor.observe(self.worker, task, start, end)
         if executor.watch.callback is not None:
             executor.show(self.worker, task, start, end)
-        return TaskFinished(task)
+        return TaskFinished(task, flags)

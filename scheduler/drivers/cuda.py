@@ -49,6 +49,7 @@ class CudaThread(cpu.WorkerThread):
 
     def __init__(self, arena: DeviceArena, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.arena = arena
         self.flow = arena.flow
 
     def run(self) -> None:
@@ -87,7 +88,15 @@ class CudaThread(cpu.WorkerThread):
         if watch.callback is not None:
             flow.wait()
             self.executor.show(self.worker, task, start, perf_counter_ns())
-        return TaskFinished(task)
+        return TaskFinished(task, self._flags_of(task))
+
+    def _flags_of(self, task: Task) -> bytes | None:
+        """Return the flags that a task writes, once its kernels have ended; None if it writes none."""
+        condition = task.spec.condition
+        if condition is None or condition.flags < 0:
+            return None
+        handle, replica = task.accesses[condition.flags][0], task.replicas[condition.flags]
+        return bytes(self.arena.look(handle.spec.view, replica.offset, handle.spec.nbytes))  # type: ignore[arg-type]
 
     def _note(self, ended: Sequence[Ended]) -> None:
         if ended:
@@ -163,7 +172,7 @@ class CudaCopier(threading.Thread):
 
     def _start(self, action: CopyTile, marks: Sequence[tuple[Flow, int]]) -> _PendingCopy:
         source, target, stream = action.source, action.target, self._stream
-        origin, goal, nbytes = self.arenas[source.node], self.arenas[target.node], source.handle.nbytes
+        origin, goal, nbytes = self.arenas[source.node], self.arenas[target.node], source.handle.spec.nbytes
         try:
             copy = _PendingCopy(action, self._event(), self._event())
             for flow, number in marks:

@@ -157,8 +157,8 @@ class DiskEngine:
     def _read_file(self, file: Replica, target: Replica, marks: Marks, buffers: _Buffers) -> BaseException | None:
         """Fill a replica from its source file; return the source's error, or None."""
         source: Source = file.view  # type: ignore[assignment]  # opaque to the core
-        view: Any = file.handle.view
-        arena, nbytes = self.arenas[target.node], file.handle.nbytes
+        view: Any = file.handle.spec.view
+        arena, nbytes = self.arenas[target.node], file.handle.spec.nbytes
         try:
             scratch = buffers.scratch_of(source.scratch_nbytes)
             if isinstance(arena, HostArena):
@@ -176,7 +176,7 @@ class DiskEngine:
         source, target = action.source, action.target
         reads = source.node == self.node
         here, there = (target, source) if reads else (source, target)
-        arena, size = self.arenas[here.node], source.handle.size
+        arena, size = self.arenas[here.node], source.handle.spec.size
         try:
             if isinstance(arena, HostArena):
                 (self.tier.read if reads else self.tier.write)(arena, here.offset, there.offset, size)

@@ -53,7 +53,7 @@ class CopyEngine(threading.Thread):
 
     def _copy(self, action: CopyTile) -> None:
         source, target = action.source, action.target
-        nbytes = source.handle.nbytes
+        nbytes = source.handle.spec.nbytes
         start = perf_counter_ns()
         self.arenas[target.node].copy_from(self.arenas[source.node], source.offset, target.offset, nbytes)
         if self.bandwidth is not None:

@@ -9,7 +9,7 @@ from ..core.stalls import Stalls
 from .workers import WorkerPool, worker_name
 
 
-def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool) -> dict[str, Any]:
+def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool, num_skipped: int) -> dict[str, Any]:
     """Return the counters since the start; to be called under the lock of the machine, so that they agree with each other."""
     nodes, threads = memory.usage(), pool.workers
     return {
@@ -27,6 +27,7 @@ def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool) -> dict[
         "stall_seconds": stalls.nanoseconds / 1e9,
         "worker_stall_seconds": {worker_name(thread.worker): stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()},
         "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
+        "skipped_tasks": num_skipped,
         "recomputed_tasks": sum(thread.num_clones for thread in threads.values()),
         "recompute_seconds": sum(thread.clone_ns for thread in threads.values()) / 1e9,
     }

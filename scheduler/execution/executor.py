@@ -161,7 +161,7 @@ class Executor(TaskReports):
                     self._drain_inbox()
                 if type(event) is CopyFinished:
                     source, target = event.source, event.target
-                    self.models.record_copy(source.node, target.node, source.handle.nbytes, copied_seconds)
+                    self.models.record_copy(source.node, target.node, source.handle.spec.nbytes, copied_seconds)
                 elif newcomer is not None:
                     newcomer.id = TaskId(self._num_tasks)
                     newcomer.order = self._num_tasks
@@ -181,7 +181,7 @@ class Executor(TaskReports):
         """Report a copy that a copy engine has finished."""
         source, target = action.source, action.target
         if self.trace is not None and self.trace.active:
-            self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns, source.handle.id)
+            self.trace.add_copy(source.node, target.node, source.handle.spec.name, source.handle.spec.nbytes, start_ns, end_ns, source.handle.id)
         if not self.closing:
             self.bring(CopyFinished(source, target), copied_seconds=(end_ns - start_ns) * 1e-9)
 
@@ -204,7 +204,7 @@ class Executor(TaskReports):
             try:
                 self._drain_inbox()
                 self._carry_out(
-                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=bool(self.pool.gpus)))), None
+                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.spec.size, source, has_gpus=bool(self.pool.gpus)))), None
                 )
                 self.pool.open_files()
             except DoesNotFit:
@@ -357,7 +357,7 @@ class Executor(TaskReports):
         memory = self.machine.memory
         with self._lock:
             self._stalls.update(perf_counter_ns())
-            result = counters_of(memory, self._stalls, self.pool)
+            result = counters_of(memory, self._stalls, self.pool, self.machine.num_skipped)
             result["seconds"] = perf_counter() - self._started
             if forget_recent_peak:
                 memory.begin_recent_peaks()

@@ -160,7 +160,7 @@ class WorkerPool:
     def view_of(self, replica: Replica) -> Any:
         """Return the program's view of data in host memory."""
         if replica.view is None:
-            replica.view = replica.handle.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
+            replica.view = replica.handle.spec.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
         return replica.view
 
     def wait_for_gpus(self) -> None:

@@ -241,7 +241,7 @@ def join(
         modes.update(dict.fromkeys(scratch, SCRATCH))
         held.update(offsets)
     arguments = {handle: number for number, handle in enumerate((*modes, *held))}
-    sections = [HeldData(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
+    sections = [HeldData(handle.spec.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
@@ -257,7 +257,7 @@ def _in_scratch(
     Args:
         inner: for each handle, numbers of the launches that use it.
     """
-    positions, sizes = arrange([(handle.size, min(uses), max(uses)) for handle, uses in inner.items()])
+    positions, sizes = arrange([(handle.spec.size, min(uses), max(uses)) for handle, uses in inner.items()])
     scratch = [make(nbytes, ScratchView(), "scratch") for nbytes in sizes]
     return scratch, {handle: (scratch[number], offset) for handle, (number, offset) in zip(inner, positions, strict=True)}
 
@@ -277,7 +277,7 @@ def _recomputation(plan: StepPlan, positions: Sequence[int], clones: Set[int]) -
 
 def _nbytes(task: RecordedTask) -> int:
     """Return the bytes that a task reads and writes: its weight in the estimate of its share of a fused task's time."""
-    return sum(handle.size for handle, mode in task.accesses if mode != SCRATCH)
+    return sum(handle.spec.size for handle, mode in task.accesses if mode != SCRATCH)
 
 
 def merged(before: Mode | None, mode: Mode) -> Mode:

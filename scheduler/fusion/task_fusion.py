@@ -127,12 +127,12 @@ def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleReco
             number = bisect_right(ends, position)
             modes[number] = merged(modes.get(number), mode)
         if len(modes) > 1 and SCRATCH not in modes.values() and all(ends[number] - ends[number - 1] > 1 for number in modes):
-            alike.setdefault((handle.data_class, *modes.items()), []).append(handle)
+            alike.setdefault((handle.spec.data_class, *modes.items()), []).append(handle)
     bundles: dict[HandleRecord, tuple[HandleRecord, int]] = {}
     for handles in alike.values():
         if len(handles) > 1:
-            bundle = make(sum(handle.size for handle in handles), ScratchView(), handles[0].data_class)
-            offsets = accumulate((handle.size for handle in handles), initial=0)
+            bundle = make(sum(handle.spec.size for handle in handles), ScratchView(), handles[0].spec.data_class)
+            offsets = accumulate((handle.spec.size for handle in handles), initial=0)
             bundles.update((handle, (bundle, offset)) for handle, offset in zip(handles, offsets, strict=False))
     return bundles
 
@@ -144,7 +144,7 @@ def _updates(plan: StepPlan) -> list[bool]:
 
 def _largest_inner(plan: StepPlan) -> int:
     """Return the bytes of the largest piece of scratch memory of a fused task."""
-    return max((handle.size for handle in plan.uses if isinstance(handle.view, ScratchView)), default=0)
+    return max((handle.spec.size for handle in plan.uses if isinstance(handle.spec.view, ScratchView)), default=0)
 
 
 def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool], *, moves: bool) -> int:
@@ -164,19 +164,19 @@ def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool], *, 
             if handle not in seen:
                 is_created = plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position
                 if is_created:
-                    live[handle.size if moves else 0] += handle.size
+                    live[handle.spec.size if moves else 0] += handle.spec.size
                 else:
-                    outer += handle.size
+                    outer += handle.spec.size
         seen.update(handles)
         most |= live
         is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
-        is_alike = is_alike and task.priority == begin.priority and (updates[first] or not updates[position])
+        is_alike = is_alike and task.condition is None and task.priority == begin.priority and (updates[first] or not updates[position])
         if not is_alike or most.total() + outer > limit:
             return max(position, first + 1)
         for handle in handles:
             uses = plan.uses[handle].positions
             if plan.owned.get(handle) is False and uses[-1] == position and uses[0] >= first:
-                live[handle.size if moves else 0] -= handle.size
+                live[handle.spec.size if moves else 0] -= handle.spec.size
     return len(plan.tasks)
 
 

@@ -116,7 +116,7 @@ class _Groups:
 
     def _nbytes(self, groups: Sequence[int]) -> int:
         """Return the bytes that some groups read and write."""
-        return sum(handle.size for handle in set[HandleRecord]().union(*(self._data[group] for group in groups)))
+        return sum(handle.spec.size for handle in set[HandleRecord]().union(*(self._data[group] for group in groups)))
 
     def recompute_in_successors(self, group: int, limit: int) -> None:
         """Merge a cheap group into each of its successors, if it has several of them but fewer than `limit`."""
@@ -149,7 +149,7 @@ class _Groups:
     def _is_cheap(self, group: int) -> bool:
         """Whether a group may be recomputed: it is small, writes only temporaries that nothing else writes, and reads data that stays unchanged."""
         tasks, uses = self.members[group], self._plan.uses
-        if self._clones.get(group) or len(tasks) > CHEAP_TASKS or sum(handle.size for handle in self._data[group]) > CHEAP_BYTES:
+        if self._clones.get(group) or len(tasks) > CHEAP_TASKS or sum(handle.spec.size for handle in self._data[group]) > CHEAP_BYTES:
             return False
         for position in tasks:
             for handle, mode in self._plan.tasks[position].accesses:
@@ -195,8 +195,8 @@ class _Groups:
 
 
 def _is_plain(task: RecordedTask) -> bool:
-    """Whether any CPU worker may run the task."""
-    return task.kinds[0] == "cpu" and task.pin is None and not task.aside
+    """Whether any CPU worker may run the task, and always does."""
+    return task.kinds[0] == "cpu" and task.pin is None and not task.aside and task.condition is None
 
 
 def _transitive_reduction(predecessors: Sequence[Set[int]]) -> dict[int, set[int]]:

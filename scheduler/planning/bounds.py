@@ -33,7 +33,7 @@ def lower_bounds(plan: StepPlan, seconds: Sequence[float], *, num_workers: int, 
     longest = [0.0] * len(plan.tasks)
     for position, before in enumerate(plan.predecessors):
         longest[position] = seconds[position] + max((longest[each] for each in before), default=0.0)
-    lasting = [(handle.size, use.last_writer is not None) for handle, use in plan.uses.items() if handle not in plan.owned]
+    lasting = [(handle.spec.size, use.last_writer is not None) for handle, use in plan.uses.items() if handle not in plan.owned]
     reading = max(0, sum(size for size, _ in lasting) - memory) / pace.read
     writing = max(0, sum(size for size, is_written in lasting if is_written) - memory) / pace.write
     return {

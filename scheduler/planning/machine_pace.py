@@ -69,7 +69,7 @@ def pace_of(
 
 def _typical_nbytes(plan: StepPlan) -> int:
     """Return the mean size of data that a step copies if memory is short; the rate of a link depends on it, because smaller copies are slower."""
-    sizes = [handle.size for handle in plan.uses]
+    sizes = [handle.spec.size for handle in plan.uses]
     large = [size for size in sizes if size >= SMALL] or sizes
     return max(1, sum(large) // max(1, len(large)))
 

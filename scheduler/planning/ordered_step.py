@@ -41,7 +41,9 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
         computes: whether tasks run on the last tier.
         ranks: place of each task in the order of execution; that of submission by default.
     """
-    return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
+    return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(
+        handle.spec.size for handle in plan.uses if handle.spec.kind == "input"
+    )
 
 
 def least_last_bytes(plan: StepPlan) -> tuple[int, int]:

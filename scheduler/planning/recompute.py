@@ -77,7 +77,7 @@ class Values:
                 first_read = use.modes.index(R) if R in use.modes else len(writers)
                 is_own = plan.owned.get(handle) is False
                 self._whole[handle] = is_own and use.modes[0] == W and use.modes.count(W) == 1 and first_read == len(writers)
-                created[writers[0]] += handle.size if handle in plan.owned else 0
+                created[writers[0]] += handle.spec.size if handle in plan.owned else 0
         self._created = [0, *itertools.accumulate(created)]  # bytes of data that the tasks before each position create
 
     def of(self, handle: HandleRecord) -> Value | None:
@@ -92,7 +92,7 @@ class Values:
 
     def is_away_for(self, value: Value, times: int) -> bool:
         """Whether the step creates other data of at least `times` the value's size during its gap."""
-        return self._created[value.wanted] - self._created[value.leaves + 1] >= times * value.handle.size
+        return self._created[value.wanted] - self._created[value.leaves + 1] >= times * value.handle.spec.size
 
     def last_writer(self, handle: HandleRecord) -> int:
         """Return the position of the last task that writes a handle."""
@@ -117,7 +117,7 @@ class Values:
             return None
         after = max(range(num_writers, len(uses)), key=lambda index: uses[index] - uses[index - 1])  # the widest gap ends there
         last = self.plan.tasks[uses[num_writers - 1]]
-        tail = last.codelet.tail if isinstance(last.codelet, Codelet) and num_writers == 1 else None
+        tail = last.codelet.tail if isinstance(last.codelet, Codelet) and num_writers == 1 and last.condition is None else None
         if tail is not None and handle in (last.accesses[index][0] for index in tail.writes):
             production: tuple[int, ...] | None = (uses[0],)
             tasks = [_tail_of(last, tail)]
@@ -145,7 +145,7 @@ class Values:
                     return None
                 for other, mode in task.accesses:
                     if mode == R:
-                        if other.kind == "input" and other not in self.plan.owned:
+                        if other.spec.kind == "input" and other not in self.plan.owned:
                             return None
                     elif mode != SCRATCH and other not in seen:
                         if not self._whole.get(other):

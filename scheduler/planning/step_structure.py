@@ -73,7 +73,7 @@ def _shared_tiles(plan: StepPlan, minibatch: Sequence[int]) -> list[list[HandleR
 
 def _layer_groups(plan: StepPlan, minibatch: Sequence[int], shared: Sequence[Sequence[HandleRecord]]) -> list[int]:
     """Return `StepStructure.layer_group`; tasks of one operation of a module that touch the same shared tiles are in one group."""
-    limit = max((handle.size for tiles in shared for handle in tiles), default=0)
+    limit = max((handle.spec.size for tiles in shared for handle in tiles), default=0)
     groups: list[int] = []
     known: dict[tuple[object, ...], int] = {}
     group_of: dict[HandleRecord, int] = {}
@@ -89,7 +89,7 @@ def _layer_groups(plan: StepPlan, minibatch: Sequence[int], shared: Sequence[Seq
             of_tiles = {group_of.get(handle, -1) for handle in tiles}
             group = of_tiles.pop() if len(of_tiles) == 1 else -1
             if group < first:
-                if tiles and held and sum(handle.size for handle in held.union(tiles)) > limit:
+                if tiles and held and sum(handle.spec.size for handle in held.union(tiles)) > limit:
                     last, held = last + 1, set()
                 group = last
                 held.update(tiles)

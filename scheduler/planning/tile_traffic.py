@@ -61,10 +61,10 @@ class Touches:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.handles = sorted(plan.uses, key=lambda handle: handle.id)
-        self.sizes = [handle.size for handle in self.handles]
+        self.sizes = [handle.spec.size for handle in self.handles]
         tile = {handle: number for number, handle in enumerate(self.handles)}
         self.data = [[(tile[handle], mode != W, mode != R) for handle, mode in task.accesses if mode != SCRATCH] for task in plan.tasks]
-        self.scratch = [sum(handle.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
+        self.scratch = [sum(handle.spec.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
         aside = (position for position, is_aside in enumerate(plan.aside) if is_aside)
         self.overwritten = {position: {tile for tile, _, writes in self.data[position] if writes} for position in aside}
         self._is_mortal = [plan.owned.get(handle) is False for handle in self.handles]

@@ -71,7 +71,7 @@ def all_groups(values: Values) -> list[ValueGroup]:
             layers[layer].append(handle)
     return [
         ValueGroup(
-            op, name, tuple(tuple(layers[layer]) for layer in sorted(layers)), sum(handle.size for layer in layers.values() for handle in layer)
+            op, name, tuple(tuple(layers[layer]) for layer in sorted(layers)), sum(handle.spec.size for layer in layers.values() for handle in layer)
         )
         for (op, name), layers in kinds.items()
         if layers
@@ -88,11 +88,11 @@ def priced(values: Values, groups: Sequence[ValueGroup], pace: PaceOf | None) ->
     groups = [group for group, tasks in zip(groups, clones, strict=True) if len(tasks) <= MOST_CLONES]
     clones = [tasks for tasks in clones if len(tasks) <= MOST_CLONES]
     if pace is None:
-        costs = [float(sum(handle.size for task in tasks for handle, _ in task.accesses)) for tasks in clones]
+        costs = [float(sum(handle.spec.size for task in tasks for handle, _ in task.accesses)) for tasks in clones]
     else:
         seconds = pace(StepPlan([task for tasks in clones for task in tasks], values.plan.owned)).seconds
         costs = [sum(seconds[task] for task in tasks) for tasks in clones]
-    return [replace(group, seconds=cost / group.middle.size * group.nbytes) for group, cost in zip(groups, costs, strict=True)]
+    return [replace(group, seconds=cost / group.middle.spec.size * group.nbytes) for group, cost in zip(groups, costs, strict=True)]
 
 
 def _feeds_itself(values: Values, group: ValueGroup, others: Sequence[ValueGroup]) -> bool:

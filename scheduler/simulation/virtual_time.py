@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from ..core.actions import carry_out
 from ..core.errors import DoesNotFit, SchedulerError
@@ -37,6 +39,9 @@ from ..core.policies import POLICIES
 from ..core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, TaskSpec, W, Worker, WorkerId, WorkerKind
 from ..core.shortage import AccessSize, Shortage
 from ..core.step_plan import RecordedTask, StepPlan
+
+GOLDEN_RATIO: Final = 0.6180339887
+"""Step between the flags of a task, by which their turns spread evenly in virtual time (Weyl's sequence)."""
 
 Duration = Callable[[Task, WorkerKind], float]
 """Function that returns the seconds of a task on a kind of worker, given `task.codelet`, `task.constants` and the views of its handles."""
@@ -82,6 +87,7 @@ class VirtualDriver:
         channels: number of copies from and to the disk tier at a time.
         host: function that returns the end of a task without a worker; None for tasks that end at once.
         aside: whether CPU workers run only codelets that devices may not.
+        shares: for tasks that write flags, the share of replays in which each flag is set.
 
     Attributes:
         now: seconds since the start.
@@ -98,8 +104,10 @@ class VirtualDriver:
         channels: int = 1,
         host: HostEnd | None = None,
         aside: bool = False,
+        shares: Mapping[TaskSpec, Sequence[float]] = MappingProxyType({}),
     ) -> None:
         self.machine = machine
+        self.shares = shares
         self.host = host
         self.duration = duration
         self.transfer = transfer
@@ -156,7 +164,15 @@ class VirtualDriver:
             self.busy_seconds[task.worker] += seconds
         elif task.spec.codelet is not None and self.host is not None:
             seconds = self.host(task, self.now) - self.now
-        self._enter(self.now + seconds, TaskFinished(task))
+        self._enter(self.now + seconds, TaskFinished(task, self._flags_of(task)))
+
+    def _flags_of(self, task: Task) -> bytes | None:
+        """Return flags that are each set in their share of replays, spread evenly; a task that is recomputed writes the same ones again."""
+        shares, number = self.shares.get(task.spec), 0 if task.step is None else task.step.number
+        if shares is None:
+            return None
+        starts = [number * share + flag * GOLDEN_RATIO % 1.0 for flag, share in enumerate(shares)]
+        return bytes(int(start + share) > int(start) for start, share in zip(starts, shares, strict=True))
 
     def copy_tile(self, action: CopyTile) -> None:
         """Schedule the end of the copy, or queue it for a channel of the tier."""
@@ -180,7 +196,7 @@ class VirtualDriver:
             self._enter(self.now + self._seconds(copy), CopyFinished(copy.source, copy.target))
 
     def _seconds(self, copy: CopyTile) -> float:
-        return 0.0 if self.transfer is None else self.transfer(copy.source.node, copy.target.node, copy.source.handle.nbytes)
+        return 0.0 if self.transfer is None else self.transfer(copy.source.node, copy.target.node, copy.source.handle.spec.nbytes)
 
     def _enter(self, at: float, event: Event) -> None:
         self._num_begun += 1
@@ -233,8 +249,9 @@ def simulate(
             f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
         )
     machine = _machine(nodes, policy, Estimates(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
-    return _replayed(driver, _loaded(driver, plan), replays, ahead=ahead)
+    twin = _detached(plan)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside, shares=_shares_of(twin.tasks))
+    return _replayed(driver, _loaded(driver, plan, twin), replays, ahead=ahead)
 
 
 def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Estimates, *, storage: bool, eviction: str, prefetch: bool) -> Machine:
@@ -291,9 +308,9 @@ def _difference(before: Simulation, after: Simulation) -> Simulation:
     return after
 
 
-def _loaded(driver: VirtualDriver, plan: StepPlan) -> list[Replay]:
-    """Return two instances of a step, after loading its inputs and their outputs."""
-    twin, last = _detached(plan), driver.machine.computes_on_last
+def _loaded(driver: VirtualDriver, plan: StepPlan, twin: StepPlan) -> list[Replay]:
+    """Return two instances of `twin`, the same step over new records, after loading its inputs and their outputs."""
+    last = driver.machine.computes_on_last
     for handle, own in zip(plan.uses, twin.uses, strict=True):
         if plan.stays_in_file(handle):
             driver.bring(SourceAttached(own, None))
@@ -312,8 +329,24 @@ def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
         driver.bring(TaskSubmitted(task))
         driver.run()
         if task.state != "done":
-            memory, size = driver.machine.memory, AccessSize("W", repr(handle), handle.size)
-            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.size, memory.budget(RAM), memory.used(RAM), sizes=(size,)))
+            memory, size = driver.machine.memory, AccessSize("W", repr(handle), handle.spec.size)
+            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.spec.size, memory.budget(RAM), memory.used(RAM), sizes=(size,)))
+
+
+def _shares_of(tasks: Sequence[RecordedTask]) -> dict[TaskSpec, list[float]]:
+    """Return the expected share of executions in which each flag is set, for each task that writes flags; flags that no task reads are set."""
+    shares: dict[TaskSpec, list[float]] = {}
+    writers: dict[HandleRecord, list[float]] = {}
+    for task in tasks:
+        condition = task.condition
+        if condition is not None and condition.flags >= 0:
+            flags, _ = task.accesses[condition.flags]
+            writers[flags] = shares[task] = [1.0] * flags.spec.nbytes
+        if condition is not None and condition.guard >= 0:
+            guard, _ = task.accesses[condition.guard]
+            if guard in writers:
+                writers[guard][condition.number] = condition.share
+    return shares
 
 
 def _detached(plan: StepPlan) -> StepPlan:
@@ -328,6 +361,7 @@ def _detached(plan: StepPlan) -> StepPlan:
             task.constants,
             task.priority,
             task.pin,
+            task.condition,
             aside=task.aside,
         )
         for task in plan.tasks
@@ -339,4 +373,4 @@ def _detached(plan: StepPlan) -> StepPlan:
 
 
 def _clone(handle: HandleRecord) -> HandleRecord:
-    return HandleRecord(HandleId(handle.id), handle.nbytes, handle.size, handle.view, handle.name, handle.kind, handle.data_class)
+    return HandleRecord(HandleId(handle.id), handle.spec)

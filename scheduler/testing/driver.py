@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from ..core.actions import carry_out
@@ -42,8 +43,11 @@ from ..core.records import (
     FILE,
     RW,
     SCRATCH,
+    SKIPPED,
+    Condition,
     HandleId,
     HandleRecord,
+    HandleSpec,
     Mode,
     NodeId,
     R,
@@ -58,7 +62,7 @@ from ..core.records import (
 )
 from ..core.step_plan import RecordedTask, StepPlan
 from .machines import REACHABLE, collect_inside, fresh_machine
-from .sequential import Run, Wrong, mix, truth
+from .sequential import Run, Wrong, check_results, flags_of, mix
 
 GARBAGE: Final = 0xDEADBEEFDEADBEEF
 CPU: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
@@ -113,16 +117,22 @@ class FakeDriver:
     def handle(self, pages: int = 1, name: str = "") -> HandleRecord:
         """Return a new handle of `pages` pages."""
         number = HandleId(len(self.handles))
-        record = HandleRecord(number, pages * PAGE - 8, pages * PAGE, None, name or f"h{number}", "temporary", "activations")
+        record = HandleRecord(number, HandleSpec(pages * PAGE - 8, pages * PAGE, None, name or f"h{number}", "temporary", "activations"))
         self.handles.append(record)
         return record
 
     def submit(
-        self, *accesses: tuple[HandleRecord, Mode], salt: int = 0, priority: int = 0, kinds: tuple[WorkerKind, ...] = CPU, pin: int | None = None
+        self,
+        *accesses: tuple[HandleRecord, Mode],
+        salt: int = 0,
+        priority: int = 0,
+        kinds: tuple[WorkerKind, ...] = CPU,
+        pin: int | None = None,
+        condition: Condition | None = None,
     ) -> Run:
-        """Submit a plain task, pinned to a worker if `pin` is given."""
+        """Submit a plain task, pinned to a worker if `pin` is given. Flags are the bytes of the number in a handle (`flags_in`)."""
         number = self._take_numbers(1)
-        spec = TaskSpec(None, f"t{number}", kinds, tuple(accesses), {}, priority, None if pin is None else WorkerId(pin))
+        spec = TaskSpec(None, f"t{number}", kinds, tuple(accesses), {}, priority, None if pin is None else WorkerId(pin), condition)
         task = Task(TaskId(number), spec, spec.accesses, order=number)
         run = self._enter(task, salt or number)
         self.bring(TaskSubmitted(task))
@@ -147,6 +157,7 @@ class FakeDriver:
         partitions: Sequence[int] = (),
         pins: Sequence[int | None] = (),
         leaves: frozenset[int] = frozenset(),
+        conditions: Mapping[int, Condition] = MappingProxyType({}),
     ) -> FakeStep:
         """Capture tasks over handles; `owned` and `partitions` are those of `StepPlan`.
 
@@ -156,9 +167,10 @@ class FakeDriver:
             num_urgent: number of first tasks that precede all others, like copies of inputs.
             pins: for each task, the worker that must run it, or None; empty for no pins.
             leaves: positions of tasks before which all of their data is expected to leave.
+            conditions: conditions of tasks by position.
         """
         recorded = [
-            RecordedTask(None, f"r{number}", kinds, tuple(accesses), {"salt": 1000 + number}, int(number < num_urgent))
+            RecordedTask(None, f"r{number}", kinds, tuple(accesses), {"salt": 1000 + number}, int(number < num_urgent), None, conditions.get(number))
             for number, accesses in enumerate(tasks)
         ]
         for task, pin in zip(recorded, pins, strict=False):
@@ -169,6 +181,7 @@ class FakeDriver:
 
     def start(self, replay: Replay, number: int) -> None:
         """Start a replay."""
+        self._drain_inbox()
         replay.number = number
         replay.first_order = self._take_numbers(len(replay.tasks))
         for task in replay.tasks:
@@ -189,9 +202,12 @@ class FakeDriver:
 
     def bring(self, event: Event) -> None:
         """Bring one event, after the inbox, and execute the machine's actions."""
+        self._drain_inbox()
+        self._bring(event)
+
+    def _drain_inbox(self) -> None:
         while self.inbox:
             self._bring(HandleReleased(self.inbox.pop(0)))
-        self._bring(event)
 
     def _bring(self, event: Event) -> None:
         for action in self.advance(event):
@@ -268,7 +284,7 @@ class FakeDriver:
         for position, ((_, mode), replica) in enumerate(zip(task.accesses, task.replicas, strict=True)):
             if mode != R:
                 self._store(replica, GARBAGE if mode == SCRATCH else mix(run.salt + position, now))
-        self.bring(TaskFinished(task))
+        self.bring(TaskFinished(task, flags_of(task, self.load)))
 
     def _end_copy(self, copy: CopyTile, error: BaseException | None) -> None:
         value = self.copying.pop(copy)
@@ -297,7 +313,7 @@ class FakeDriver:
     @property
     def routes(self) -> list[tuple[str, int, int]]:
         """Copies in progress as (name of the handle, source, target), oldest first."""
-        return [(copy.source.handle.name, copy.source.node, copy.target.node) for copy in self.copying]
+        return [(copy.source.handle.spec.name, copy.source.node, copy.target.node) for copy in self.copying]
 
     def drain(self, choose: Callable[[int], int] = lambda number: 0) -> None:
         """End all tasks and copies, in the order that `choose` picks."""
@@ -313,13 +329,13 @@ class FakeDriver:
         if replica.node == FILE:
             return self.files[replica.handle]
         memory = self.memory[replica.node]
-        values = {memory.get(page, 0) for page in range(replica.offset, replica.offset + replica.handle.size, PAGE)}
+        values = {memory.get(page, 0) for page in range(replica.offset, replica.offset + replica.handle.spec.size, PAGE)}
         if len(values) != 1:
             raise Wrong(f"the pages of {replica.handle!r} on node {replica.node} disagree: {sorted(values)}")
         return values.pop()
 
     def _store(self, replica: Replica, value: int) -> None:
-        self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.size, PAGE), value))
+        self.memory[replica.node].update(dict.fromkeys(range(replica.offset, replica.offset + replica.handle.spec.size, PAGE), value))
 
     def _check_files(self) -> None:
         found = [handle for handle in self.handles if FILE in handle.replicas]
@@ -334,6 +350,8 @@ class FakeDriver:
             if now != before and now not in REACHABLE[before] and task.step is None:
                 raise Wrong(f"{task!r} went from {before} to {now}")
             self._states[task] = now
+            if not run.started and (now == "done" if task.step is None else task.step.done[task.position] == SKIPPED):
+                run.ended = True  # no action reports that a task was skipped
             if run.ended and task.step is None:
                 del self._current[task], self._states[task]
 
@@ -343,24 +361,10 @@ class FakeDriver:
         Raises:
             Wrong: an outcome or a buffer differs.
         """
-        while self.inbox:
-            self._bring(HandleReleased(self.inbox.pop(0)))
+        self._drain_inbox()
         if self.machine.num_unfinished or any(not run.ended for run in self.runs):
             raise Wrong(f"tasks never ended: {[run.task for run in self.runs if not run.ended]}")
-        values = truth(self.runs, self.unreadable, self.files)
-        for handle in {handle for run in self.runs for handle, mode in run.accesses if mode != SCRATCH}:
-            if handle.released:
-                if handle.replicas:
-                    raise Wrong(f"{handle!r} was released but still has {handle.replicas}")
-                continue
-            expected = values.get(handle)
-            if handle.lost is not None and handle in self.unreadable:
-                continue
-            if (handle.lost is not None) != isinstance(expected, str):
-                raise Wrong(f"{handle!r}: lost is {handle.lost!r}, but it should hold {expected}")
-            held = {replica.node: self.load(replica) for replica in handle.replicas.values() if replica.state != "reserved"}
-            if isinstance(expected, int) and (not held or set(held.values()) != {expected}):
-                raise Wrong(f"{handle!r} should hold {expected:#x} but the nodes hold {held}")
+        check_results(self.runs, self.unreadable, self.files, self.load)
 
 
 class FakeStep:
@@ -393,4 +397,4 @@ class FakeStep:
                 self.driver.release(twin)
 
     def _clone(self, handle: HandleRecord) -> HandleRecord:
-        return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
+        return self.driver.handle(handle.spec.size // PAGE, f"{handle.spec.name}'")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from ..core.errors import DoesNotFit, SchedulerError, TierFailed
-from ..core.records import RW, SCRATCH, HandleRecord, Mode, R, Task, W
+from ..core.records import RW, SCRATCH, HandleRecord, Mode, R, Replica, Task, W
 
 MASK: Final = (1 << 64) - 1
 
@@ -23,6 +23,17 @@ def mix(salt: int, inputs: Iterable[int]) -> int:
     for number in inputs:
         value = ((value ^ number) * 0x100000001B3 + 0x9E37) & MASK
     return value
+
+
+def flags_in(value: int) -> bytes:
+    """Return the flags in the result of a fake kernel: its lowest eight bits."""
+    return bytes(value >> index & 1 for index in range(8))
+
+
+def flags_of(task: Task, load: Callable[[Replica], int]) -> bytes | None:
+    """Return the flags that a task has written; None if it writes none. `load` returns the number in a replica."""
+    condition = task.spec.condition
+    return None if condition is None or condition.flags < 0 else flags_in(load(task.replicas[condition.flags]))
 
 
 @dataclass(slots=True, eq=False)
@@ -73,10 +84,15 @@ def truth(
     untouched: dict[tuple[int, HandleRecord], bool] = {}  # by replay: whether a handle still has its old value, which the replay reads first
     stale: set[tuple[int, HandleRecord]] = set()
     for run in runs:
-        inputs = [_input(values, stale, run.replay, handle) for handle, mode in run.accesses if mode == R or mode == RW]
+        if _is_skipped(run, values, stale):
+            for handle, mode in run.accesses:
+                untouched.setdefault((-1 if run.replay is None else run.replay, handle), run.replay is not None and mode != W)
+                values.update({handle: "its task was skipped"} if mode == W else {})
+            continue
+        inputs = [_input(values, stale, run.replay, handle) for handle, mode in run.accesses if mode in (R, RW)]
         known = [value for value in inputs if isinstance(value, int)]
         is_root = run.error is not None and (not isinstance(run.error, SchedulerError) or isinstance(run.error, DoesNotFit | TierFailed))
-        is_root = is_root or any(handle in unreadable for handle, mode in run.accesses if mode == R or mode == RW)
+        is_root = is_root or any(handle in unreadable for handle, mode in run.accesses if mode in (R, RW))
         if len(known) < len(inputs) and run.error is None:
             raise Wrong(f"{run.task!r} read data that does not exist")
         if run.error is None and run.ended and run.before != known:
@@ -86,7 +102,7 @@ def truth(
         for position, (handle, mode) in enumerate(run.accesses):
             use = (-1 if run.replay is None else run.replay, handle)
             is_untouched = untouched.setdefault(use, run.replay is not None and mode != W)
-            if mode == R or mode == SCRATCH:
+            if mode in (R, SCRATCH):
                 continue
             if run.error is not None and not run.started and is_untouched and isinstance(values.get(handle), int):
                 stale.add(use)
@@ -97,8 +113,49 @@ def truth(
     return values
 
 
+def _is_skipped(run: Run, values: Mapping[HandleRecord, int | str], stale: Collection[tuple[int, HandleRecord]]) -> bool:
+    """Return whether a run is that of a conditional task whose flag is 0.
+
+    Raises:
+        Wrong: the task was skipped although its flag is not 0, or the other way round.
+    """
+    condition = run.task.spec.condition
+    flags = None if condition is None or condition.guard < 0 else _input(values, stale, run.replay, run.accesses[condition.guard][0])
+    is_skipped = condition is not None and isinstance(flags, int) and flags_in(flags)[condition.number] == 0
+    if is_skipped != (run.ended and run.error is None and not run.started):
+        raise Wrong(f"{run.task!r} was {'not ' if is_skipped else ''}skipped, although its flags are {flags}")
+    return is_skipped
+
+
 def _input(
     values: Mapping[HandleRecord, int | str], stale: Collection[tuple[int, HandleRecord]], replay: int | None, handle: HandleRecord
 ) -> int | str:
     """Return the number that a task of a replay reads from a handle, or the reason why there is none."""
     return "it has missed an update" if replay is not None and (replay, handle) in stale else values.get(handle, "nothing has written it")
+
+
+def check_results(
+    runs: Sequence[Run], unreadable: Collection[HandleRecord], files: Mapping[HandleRecord, int], load: Callable[[Replica], int]
+) -> None:
+    """Compare the data of all handles that tasks used with the results of `truth`.
+
+    Args:
+        load: function that returns the number in a replica.
+
+    Raises:
+        Wrong: an outcome or a buffer differs.
+    """
+    values = truth(runs, unreadable, files)
+    for handle in {handle for run in runs for handle, mode in run.accesses if mode != SCRATCH}:
+        if handle.released:
+            if handle.replicas:
+                raise Wrong(f"{handle!r} was released but still has {handle.replicas}")
+            continue
+        expected = values.get(handle)
+        if handle.lost is not None and handle in unreadable:
+            continue
+        if (handle.lost is not None) != isinstance(expected, str):
+            raise Wrong(f"{handle!r}: lost is {handle.lost!r}, but it should hold {expected}")
+        held = {replica.node: load(replica) for replica in handle.replicas.values() if replica.state != "reserved"}
+        if isinstance(expected, int) and (not held or set(held.values()) != {expected}):
+            raise Wrong(f"{handle!r} should hold {expected:#x} but the nodes hold {held}")

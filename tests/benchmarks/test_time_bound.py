@@ -108,7 +108,7 @@ def pages_of(nbytes: int) -> float:
 
 def seconds_of(task: RecordedTask | Task, speed: float) -> float:
     """Seconds of a task, which are the same of its clones."""
-    return speed * sum(pages_of(handle.nbytes) for handle, _ in task.accesses)
+    return speed * sum(pages_of(handle.spec.nbytes) for handle, _ in task.accesses)
 
 
 @given(

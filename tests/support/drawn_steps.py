@@ -1,4 +1,4 @@
-"""Small steps drawn from numbers: chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files."""
+"""Small steps drawn from numbers: chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files, conditional tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from scheduler.core.memory.extents import PAGE
-from scheduler.core.records import RW, SCRATCH, HandleRecord, Mode, R, W
+from scheduler.core.records import RW, SCRATCH, Condition, HandleRecord, Mode, R, W
 from scheduler.testing import FakeDriver
 
 Access = tuple[HandleRecord, Mode]
@@ -24,6 +24,7 @@ class DrawnStep:
     outputs: list[HandleRecord] = field(default_factory=list)
     owned: dict[HandleRecord, bool] = field(default_factory=dict)
     tasks: list[list[Access]] = field(default_factory=list)
+    conditions: dict[int, Condition] = field(default_factory=dict)
     readable: list[HandleRecord] = field(default_factory=list)
 
     def new(self, pages: int, name: str, *, is_output: bool = False) -> HandleRecord:
@@ -37,7 +38,7 @@ class DrawnStep:
         for at, pages in enumerate(sizes):
             (self.inputs if at < num_inputs else self.persistent).append(self.driver.handle(pages, f"p{at}"))
         for handle in self.inputs:
-            own = self.new(handle.size // PAGE, f"{handle.name} copy")
+            own = self.new(handle.spec.size // PAGE, f"{handle.spec.name} copy")
             self.tasks.append([(handle, R), (own, W)])
             self.readable.append(own)
         self.readable += self.persistent
@@ -71,8 +72,22 @@ class DrawnStep:
             self.tasks.append([(old, R), (parts[0], W), (parts[1], W)])
             self.tasks.append([(parts[0] if a % 2 else other, R), (parts[1], RW), (parts[2], W)])
             self.readable += parts
+        elif what == 8 and old is not other:
+            self.choose(old, other, 1 + b % 3, pages)
         else:
             self.tasks.append([(old, RW)])
+
+    def choose(self, source: HandleRecord, total: HandleRecord, num_experts: int, pages: int) -> None:
+        """Flags, and for each of them two tasks: one makes new data out of an expert's, the other adds it to a total."""
+        flags = self.new(1, "flags")
+        self.conditions[len(self.tasks)] = Condition(flags=1)
+        self.tasks.append([(source, R), (flags, W)])
+        for number in range(num_experts):
+            part, condition = self.new(pages, "part"), Condition(guard=0, number=number, share=0.5)
+            expert = self.persistent[number % len(self.persistent)] if self.persistent else source
+            self.conditions |= {len(self.tasks): condition, len(self.tasks) + 1: condition}
+            self.tasks.append([(flags, R), (expert, R), (part, W)])
+            self.tasks.append([(flags, R), (part, R), (total, RW)])
 
     def derive(self, sources: list[HandleRecord], pages: int, scratch: int = 0) -> HandleRecord:
         """A task that makes new data out of old."""
@@ -90,5 +105,5 @@ STEPS = st.tuples(
     st.lists(st.integers(1, 4), min_size=2, max_size=5),
     st.integers(0, 2),
     st.one_of(st.just(0), st.integers(0, 31)),
-    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=9),
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=9),
 )

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scheduler.core.records import HandleId, HandleRecord, Mode
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Mode
 from scheduler.execution.trace import Trace
 
 STEPS = 4
@@ -76,7 +76,7 @@ def line(step: int) -> dict[str, Any]:
 
 def access() -> list[tuple[HandleRecord, Mode]]:
     """What a task touches."""
-    return [(HandleRecord(HandleId(7), 1 << 20, 1 << 20, None, "weight", "persistent", "parameters"), "R")]
+    return [(HandleRecord(HandleId(7), HandleSpec(1 << 20, 1 << 20, None, "weight", "persistent", "parameters")), "R")]
 
 
 def write_trace(path: Path, about: dict[str, Any] = ABOUT, *, repeats: int = 1) -> None:

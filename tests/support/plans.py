@@ -16,7 +16,7 @@ def shape_of(plan: StepPlan) -> tuple[Any, ...]:
             task.kinds,
             dict(task.constants),
             task.priority,
-            [(numbers[handle], handle.name, handle.size, handle.kind, handle.data_class, mode) for handle, mode in task.accesses],
+            [(numbers[handle], handle.spec.name, handle.spec.size, handle.spec.kind, handle.spec.data_class, mode) for handle, mode in task.accesses],
         )
         for task in plan.tasks
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, WorkerKind
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Kind, Mode, WorkerKind
 from scheduler.core.step_plan import Label, Phase, RecordedTask, StepPlan
 
 PAGE = 4096
@@ -22,7 +22,7 @@ class PlanBuilder:
     def tile(self, name: str, kind: Kind = "temporary", pages: int = 2) -> HandleRecord:
         """A tile; temporaries belong to the step."""
         size = pages * PAGE
-        record = HandleRecord(HandleId(next(self._ids)), size, size, None, name, kind, "activations")
+        record = HandleRecord(HandleId(next(self._ids)), HandleSpec(size, size, None, name, kind, "activations"))
         if kind == "temporary":
             self.owned[record] = False
         return record

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Required, TypedDict, Unpack
+from typing import Any, Final, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -315,7 +315,7 @@ def _backward(
             accesses += whole.pattern_tiles(b, h, i, j)
             if dtable is not None:
                 accesses.append((dtable[0, h], REDUX))
-            constants = {"stored": weights is not None, "first_k": first_k, "first_q": first_q}
+            constants: dict[str, Any] = {"stored": weights is not None, "first_k": first_k, "first_q": first_q}
             emit(q.runtime, "attention_backward", [*accesses, whole.scratch()], at=whole.pair(b, h, i, j), **constants)
     return dq, dk, dv
 
@@ -340,7 +340,7 @@ def stored_attention(q: TileTensor, k: TileTensor, v: TileTensor, **options: Unp
 def _keep_scores(whole: _Attention, b: int, h: int, i: int, weights: TileTensor, sums: list[Handle]) -> None:
     """Compute the scores of a query tile, and in `sums` their maxima, sums of exponentials and log-sum-exps."""
     q, seen, scoring = whole.q, whole.keys(i), whole.scoring
-    blind = {"may_blind": True} if scoring.window or scoring.documents else {}
+    blind: dict[str, Any] = {"may_blind": True} if scoring.window or scoring.documents else {}
     for j in seen:
         s, mode = weights[b, h, i, j], chained(j > seen.start)
         accesses: list[Access] = [(q[b, i, h], R), (whole.k[b, j, h], R), (s, W), *whole.pattern_tiles(b, h, i, j)]

@@ -116,7 +116,7 @@ def cached_attention(
             if bias:
                 accesses.append((bias.table[0, h], R))
             accesses.append((scratch(q.runtime, nbytes), SCRATCH))
-            span = {"start": t * keys.tile[1], "first": t == tiles.start, "last": t == tiles.stop - 1}
+            span: dict[str, Any] = {"start": t * keys.tile[1], "first": t == tiles.start, "last": t == tiles.stop - 1}
             emit(q.runtime, "cached_attention", accesses, head_size=head_size, scale=scale, **span, **pattern)
     return o
 

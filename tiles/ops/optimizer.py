@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -109,13 +109,13 @@ def sgd(update: Update, buffer: TileTensor | None, *, nesterov: bool = False) ->
     _update("sgd", update, [], buffer, has_penalty=update.decays, has_buffer=buffer is not None, nesterov=nesterov)
 
 
-def _update(op: str, update: Update, moments: list[TileTensor], buffer: TileTensor | None, *, has_penalty: bool, **constants: bool) -> None:
+def _update(op: str, update: Update, moments: list[TileTensor], buffer: TileTensor | None, *, has_penalty: bool, **constants: Any) -> None:
     param, norm, master = update.param, update.norm, update.master
     same_tiling(param, update.grad, *(tensor for tensor in (*moments, buffer, master) if tensor is not None))
     if (param.dtype in NARROW) != (master is not None):
         raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {param!r} with master {master!r}")
     clip = norm is not None and update.max_norm > 0
-    shared = {"max_norm": update.max_norm, "clip": clip, "master": master is not None}
+    shared: dict[str, Any] = {"max_norm": update.max_norm, "clip": clip, "master": master is not None}
     for number in range(param.tiling.num_tiles) if update.tiles is None else update.tiles:
         accesses: list[Access] = [(param.handles[number], RW if master is None else W), (update.grad.handles[number], R)]
         accesses += [(moment.handles[number], RW) for moment in moments]

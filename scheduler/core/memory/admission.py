@@ -145,7 +145,7 @@ class Admission:
             raise NothingToRead(missing.unreadable)
         holes = backing = None
         if missing.new and not self._nodes[task.node].fits(missing.handles, preferred=True):
-            planned = self._plan_holes(task, sorted([handle.size for handle in missing.handles], reverse=True))
+            planned = self._plan_holes(task, sorted([handle.spec.size for handle in missing.handles], reverse=True))
             if isinstance(planned, Blocked):
                 return planned
             holes = planned
@@ -182,8 +182,8 @@ class Admission:
     def does_not_fit(self, task: Task) -> DoesNotFit:
         """Return the error for a task that does not fit although everything that can be dropped is gone."""
         node, last = self._nodes[task.node], self._nodes[self._last]
-        total = sum(handle.size for handle, _ in task.accesses)
-        new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)
+        total = sum(handle.spec.size for handle, _ in task.accesses)
+        new = sum(handle.spec.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)
         if node is not last and total <= node.budget and new > last.budget - last.used:
             return DoesNotFit(Shortage("full", last.name, new, last.budget, last.used, task.spec.name))
         sizes = access_sizes(task.accesses)
@@ -256,9 +256,9 @@ class Admission:
         """Drop the victims of holes that were planned for the sizes of handles, largest first, and take the extents."""
         self._replicas.evict([victim for victim in holes.victims if node.starts.get(victim.offset) is victim], actions)
         extents: list[Extent] = [(0, NEWEST)] * len(handles)
-        largest_first = sorted(range(len(handles)), key=lambda number: -handles[number].size)
+        largest_first = sorted(range(len(handles)), key=lambda number: -handles[number].spec.size)
         for number, offset in zip(largest_first, holes.offsets, strict=True):
-            node.take_at(offset, handles[number].size, handles[number].data_class)
+            node.take_at(offset, handles[number].spec.size, handles[number].spec.data_class)
             extents[number] = offset, NEWEST
         return extents
 

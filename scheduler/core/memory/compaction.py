@@ -39,7 +39,7 @@ class Compaction:
         backings = self._missing_backing(task) if node_id != self._last else 0
         if backings and self._plan_hole(self._last, backings) is None:
             return False
-        missing = sum(handle.size for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas)
+        missing = sum(handle.spec.size for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas)
         if not self._make_hole(node_id, missing, actions, {handle for handle, mode in task.accesses if mode != SCRATCH}):
             return False
         return node_id == self._last or last.is_storage or self._make_hole(self._last, backings, actions)
@@ -47,7 +47,7 @@ class Compaction:
     def _missing_backing(self, task: Task) -> int:
         """Return the bytes on the last tier that backing replicas for the task's results still need."""
         return sum(
-            handle.size
+            handle.spec.size
             for handle, mode in task.accesses
             if mode != SCRATCH and self._last not in handle.replicas and coherence.wants_backing(handle, mode, self._last)
         )
@@ -67,7 +67,7 @@ class Compaction:
             if excess <= 0:
                 break
             victims.append(replica)
-            excess -= replica.handle.size
+            excess -= replica.handle.spec.size
         return None if excess > 0 else victims
 
     def _make_hole(self, node_id: NodeId, missing: int, actions: list[Action], kept: Collection[HandleRecord] = ()) -> bool:
@@ -87,7 +87,7 @@ class Compaction:
                 raise InvalidEvent(f"{replica.handle!r} on node {node_id} would be moved while pinned")
         for replica, offset in node.pack():
             if replica.state != "reserved":
-                actions.append(MoveTile(node_id, offset, replica.offset, replica.handle.nbytes))
+                actions.append(MoveTile(node_id, offset, replica.offset, replica.handle.spec.nbytes))
             replica.view = None
             replica.kernel_mark = NEWEST
         for replica in node.starts.values():

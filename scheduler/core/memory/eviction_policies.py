@@ -11,11 +11,17 @@ from collections.abc import Callable
 from math import inf
 from typing import Final, Protocol
 
-from ..records import RAM, HandleRecord, R, Replay, Replica, UseSchedule, W
+from ..records import RAM, HandleRecord, R, Replay, Replica, Task, UseSchedule, W
 from . import coherence
 
 FAR: Final = 1 << 20
 """Assumed number of planned tasks until an unknown use, for each event since the last use."""
+
+RECENT_USES: Final = 16
+"""Number of conditional uses of which `HandleRecord.use_rate` is an average, in which the weight of the older ones decays."""
+
+LEAST_RATE: Final = 1 / 256
+"""Least use rate from which the next use of data is estimated."""
 
 NEVER: Final = 1 << 60
 """Assumed `order` of an unknown use, for a replica last used at event 0."""
@@ -100,6 +106,29 @@ class Foresight:
                         return FAR, True
         return FAR, False
 
+    def will_run(self, replay: Replay, task: Task) -> bool:
+        """Whether it is known that an unfinished task of a replay will run; a conditional one whose flag is not written yet may be skipped."""
+        condition = task.spec.condition
+        if condition is None or condition.guard < 0:
+            return True
+        guard, _ = task.accesses[condition.guard]
+        return guard.flags is not None and guard.flags[condition.number] != 0 and not self.will_change(guard, replay, task.position)
+
+    def extra_distance(self, handle: HandleRecord, use_schedule: UseSchedule, position: int) -> float:
+        """Return the expected number of planned tasks from the next planned use of a handle that only conditional tasks use to its next real use.
+
+        With a use rate of r, 1/r - 1 planned uses are skipped on average before one takes place. If it is known that the next one will take place,
+        the number is 0: otherwise data fetched for it could be evicted before it.
+
+        Args:
+            position: position of the next planned use in the oldest replay; beyond the end if it is in the next one.
+        """
+        oldest = self.replays[0]
+        if position < len(oldest.tasks) and self.will_run(oldest, oldest.tasks[position]):
+            return 0.0
+        rate = max(handle.use_rate, LEAST_RATE) if handle.use_rate >= 0 else 1.0
+        return (1.0 / rate - 1.0) * len(oldest.tasks) / len(use_schedule.positions)
+
     def will_change(self, handle: HandleRecord, replay: Replay, position: int) -> bool:
         """Whether an unfinished planned task before the one at `position` of `replay` writes the handle."""
         use_schedule = handle.use_schedule
@@ -171,7 +200,7 @@ class NextUse:
         self.foresight = foresight
 
     def key(self, replica: Replica) -> float:
-        """Return the `order` of the next use; replicas of unknown next use are ordered by last use."""
+        """Return the `order` of the next use, the expected one if only conditional tasks use the data; unknown ones are ordered by last use."""
         foresight = self.foresight
         replays, use_schedule = foresight.replays, replica.handle.use_schedule
         if replays and use_schedule is not None:  # hot path: `next_use_of` for data of the oldest replay, if tasks run on one node only
@@ -181,15 +210,18 @@ class NextUse:
                 index, end = bisect_left(positions, oldest.frontier), len(positions)
                 while index < end and done[positions[index]]:
                     index += 1
-                if index == end:  # in the next replay
-                    return inf if use_schedule.modes[0] == W else oldest.first_order + len(done) + positions[0]
-                return inf if use_schedule.modes[index] == W else oldest.first_order + positions[index]
+                position = len(done) + positions[0] if index == end else positions[index]  # the former in the next replay
+                extra = foresight.extra_distance(replica.handle, use_schedule, position) if use_schedule.is_conditional else 0
+                return inf if use_schedule.modes[index % end] == W else oldest.first_order + position + extra
         distance, overwrites = foresight.next_use_of(replica)
         if overwrites:
             return inf
         if distance == FAR:
             return NEVER - replica.last_use
-        return self.foresight.order + distance
+        if use_schedule is not None and use_schedule.is_conditional and replays:
+            extra = foresight.extra_distance(replica.handle, use_schedule, replays[0].frontier + distance)
+            return foresight.order + distance + extra
+        return foresight.order + distance
 
     def price(self, key: float, *, dirty: bool) -> float:
         """Return the bytes to move per byte freed, divided by the distance of the next use.

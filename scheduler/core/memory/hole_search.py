@@ -67,7 +67,7 @@ class HoleSearch:
         starts = self._node.starts
         for victim in holes.victims:
             if starts.get(victim.offset) is victim:
-                self._add(victim.offset, victim.offset + victim.handle.size)
+                self._add(victim.offset, victim.offset + victim.handle.spec.size)
         extents = zip(holes.offsets, sizes, strict=True)
         return all(any(start <= offset and offset + size <= end for start, end in self._runs.items()) for offset, size in extents)
 
@@ -106,7 +106,7 @@ class HoleSearch:
                     chosen = self._cheapest_neighbours(size, candidates, cost_of, adds_up=adds_up)
                 for replica in chosen:
                     self._released[replica.offset] = replica
-                    start, _ = self._add(replica.offset, replica.offset + replica.handle.size)
+                    start, _ = self._add(replica.offset, replica.offset + replica.handle.spec.size)
             if start is None:
                 return None
             offsets.append(self._carve(start, size, victims))
@@ -157,7 +157,7 @@ class HoleSearch:
         del self._ends[end]
         left = self._inside(start, start + size)
         right = left if end == start + size else self._inside(end - size, end)
-        is_left = left is right or sum(replica.handle.size for replica in left) <= sum(replica.handle.size for replica in right)
+        is_left = left is right or sum(replica.handle.spec.size for replica in left) <= sum(replica.handle.spec.size for replica in right)
         offset = start if is_left else end - size
         victims.update(dict.fromkeys(left if is_left else right))
         if is_left and end > start + size:
@@ -168,7 +168,7 @@ class HoleSearch:
 
     def _inside(self, start: int, end: int) -> list[Replica]:
         """Return the released replicas that overlap [start, end)."""
-        return [replica for offset, replica in self._released.items() if offset < end and offset + replica.handle.size > start]
+        return [replica for offset, replica in self._released.items() if offset < end and offset + replica.handle.spec.size > start]
 
 
 def _cheapest_window(spans: Sequence[_AnySpan], size: int, cost_of: Callable[[Span], float], *, adds_up: bool) -> tuple[float, Sequence[_AnySpan]]:

@@ -94,14 +94,14 @@ class MemoryNode:
         """
         total, extents = 0, self.extents
         for handle in handles:
-            total += handle.size
+            total += handle.spec.size
         if self.is_storage:
             return extents.used + total <= self.budget
         if extents.high - extents.low >= total << len(handles):  # hot path: a preferred extent leaves half of the rest of the gap, or more
             return True
         if extents.used + total > extents.capacity:
             return False
-        return extents.fits([(handle.size, handle.preferred_offset if preferred else -1) for handle in handles])
+        return extents.fits([(handle.spec.size, handle.preferred_offset if preferred else -1) for handle in handles])
 
     def take_all(self, handles: Sequence[HandleRecord], *, preferred: bool) -> list[Extent]:
         """Take an extent for every handle; they must fit.
@@ -112,7 +112,7 @@ class MemoryNode:
         taken: list[Extent] = []
         extents = self.extents
         for handle in handles:
-            size, data_class = handle.size, handle.data_class
+            size, data_class = handle.spec.size, handle.spec.data_class
             offset = extents.allocate(size, handle.preferred_offset if preferred else -1)
             assert offset is not None
             self.by_class[data_class] += size
@@ -134,16 +134,16 @@ class MemoryNode:
     def occupy(self, replica: Replica) -> None:
         """Enter a replica in the extent at its offset, which was taken for it."""
         self.starts[replica.offset] = replica
-        self.ends[replica.offset + replica.handle.size] = replica
+        self.ends[replica.offset + replica.handle.spec.size] = replica
 
     def vacate(self, replica: Replica) -> None:
         """Free the extent of a replica."""
         offset, handle = replica.offset, replica.handle
-        size = handle.size
+        size = handle.spec.size
         del self.starts[offset]
         del self.ends[offset + size]
         self.extents.free(offset, size, replica.kernel_mark)
-        self.by_class[handle.data_class] -= size
+        self.by_class[handle.spec.data_class] -= size
 
     def pack(self) -> list[tuple[Replica, int]]:
         """Place all replicas side by side from the start of the memory; return those that moved, in order, with their former offsets."""
@@ -157,7 +157,7 @@ class MemoryNode:
                 moved.append((replica, replica.offset))
                 replica.offset = end
             self.occupy(replica)
-            end += replica.handle.size
+            end += replica.handle.spec.size
         self.extents.compact(end)
         return moved
 
@@ -185,7 +185,7 @@ class MemoryNode:
         Raises:
             InvalidEvent: they disagree.
         """
-        taken = [(replica.offset, replica.handle.size) for replica in self.starts.values()]
+        taken = [(replica.offset, replica.handle.spec.size) for replica in self.starts.values()]
         if list(self.starts) != [offset for offset, _ in taken] or sorted(self.ends) != sorted(offset + size for offset, size in taken):
             raise InvalidEvent(f"node {self.name} lost track of where its replicas begin and end")
         position = 0

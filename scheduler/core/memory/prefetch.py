@@ -111,20 +111,20 @@ class Lookahead:
         queued = 0  # bytes that wait for a full link, and are used before those that follow
         for replay, position in islice(self._tasks_ahead(), TASKS):
             task = replay.tasks[position]
-            if task.state not in _TO_COME:
+            if task.state not in _TO_COME or not replicas.foresight.will_run(replay, task):
                 continue
             for handle, mode in task.accesses:
                 replica = handle.replicas.get(node)
                 if replica is not None and replica.state != "reserved" and (replica.last_use or not self.is_only):
                     continue
-                reach -= handle.size
+                reach -= handle.spec.size
                 if replica is not None or not handle.replicas or (mode != R and mode != RW):
                     continue
                 outcome = self._fetch(handle, replay, position, queued, actions)
                 if outcome == "nothing":
                     continue
                 self._waits = self._waits or outcome != "started"
-                queued += handle.size if outcome == "full link" else 0
+                queued += handle.spec.size if outcome == "full link" else 0
                 limit -= outcome == "started"
                 if not limit or outcome == "no room":
                     return False
@@ -172,7 +172,7 @@ class Lookahead:
     def _fetch_for(self, replay: Replay, position: int, actions: list[Action]) -> bool:
         """Fetch the data that a task misses; return False if that must wait."""
         task = replay.tasks[position]
-        if replay.done[position] or task.state not in _TO_COME:
+        if replay.done[position] or task.state not in _TO_COME or not self.replicas.foresight.will_run(replay, task):
             return True
         for handle, mode in task.accesses:
             if self.node in handle.replicas or not handle.replicas or (mode != R and mode != RW):
@@ -198,22 +198,22 @@ class Lookahead:
             return "full link"
         if is_in_use(handle):
             return "in use"  # the program may be writing it elsewhere
-        if queued and replicas.free_bytes(node_id) < queued + handle.size:
+        if queued and replicas.free_bytes(node_id) < queued + handle.spec.size:
             return "no room"
         node = replicas.nodes[node_id]
         keeps = node.extents.keeps_offsets
-        offset = node.take(handle.size, handle.data_class, handle.preferred_offset if keeps else -1)
+        offset = node.take(handle.spec.size, handle.spec.data_class, handle.preferred_offset if keeps else -1)
         if offset is None:
             candidates, later_than = replicas.candidates[node_id], replicas.foresight.order + distance
             if self._failed == (handle, later_than, candidates.num_changes):
                 return "no room"
-            plan = candidates.plan_droppable([handle.size], later_than)
+            plan = candidates.plan_droppable([handle.spec.size], later_than)
             if plan is None:
                 self._failed = handle, later_than, candidates.num_changes
                 return "no room"
             (offset,), victims = plan
             replicas.evict(victims, actions)
-            node.take_at(offset, handle.size, handle.data_class)
+            node.take_at(offset, handle.spec.size, handle.spec.data_class)
         if keeps:
             handle.preferred_offset = offset
         node.mark()

@@ -16,16 +16,16 @@ from math import inf
 
 from ..errors import DoesNotFit, InvalidEvent
 from ..events import Action, DiscardExtent
-from ..records import FILE, NEWEST, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
+from ..records import FILE, NEWEST, RAM, SCRATCH, HandleId, HandleRecord, HandleSpec, NodeId, R, Replica, Task
 from ..shortage import AccessSize, Shortage
 from . import coherence
-from .eviction_policies import EvictionPolicy, Foresight
+from .eviction_policies import RECENT_USES, EvictionPolicy, Foresight
 from .extents import rounded
 from .hole_search import ExtentPlan
 from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
-from .victim_selection import Candidates, is_droppable
+from .victim_selection import Candidates, is_droppable, is_unused
 
 
 class Replicas:
@@ -90,7 +90,7 @@ class Replicas:
     @property
     def readers_bytes(self) -> int:
         """Bytes of host memory for file readers."""
-        return sum(replica.handle.size for replica in self.readers)
+        return sum(replica.handle.spec.size for replica in self.readers)
 
     def take_for_readers(self, handle: HandleRecord, nbytes: int, actions: list[Action]) -> None:
         """Raise the memory of file readers to `nbytes`, which reading `handle` needs; it never shrinks.
@@ -102,7 +102,7 @@ class Replicas:
         if more <= 0:
             return
         node = self.nodes[RAM]
-        memory = HandleRecord(HandleId(-1 - len(self.readers)), more, more, None, "working memory of readers", "persistent", "scratch")
+        memory = HandleRecord(HandleId(-1 - len(self.readers)), HandleSpec(more, more, None, "working memory of readers", "persistent", "scratch"))
         planned = self.plan_extents(RAM, [memory])
         if planned is None:
             sizes = (AccessSize("", repr(handle), nbytes),)
@@ -139,7 +139,7 @@ class Replicas:
             return ExtentPlan(node_id, handles, None)
         if node.is_storage:  # it refuses for its budget only
             return None
-        sizes = [handle.size for handle in handles]
+        sizes = [handle.spec.size for handle in handles]
         if not self.num_files and node_id == self.last:  # nothing can be dropped
             holes = candidates.plan_free(sizes)
         else:
@@ -155,7 +155,7 @@ class Replicas:
             return [offset for offset, _ in node.take_all(planned.handles, preferred=False)]
         self.evict(holes.victims, actions)
         for handle, offset in zip(planned.handles, holes.offsets, strict=True):
-            node.take_at(offset, handle.size, handle.data_class)
+            node.take_at(offset, handle.spec.size, handle.spec.data_class)
         return holes.offsets
 
     def plan_backing(self, handles: Collection[HandleRecord]) -> ExtentPlan | None:
@@ -214,6 +214,18 @@ class Replicas:
         self.candidates[node_id].enter(replica)
         return replica
 
+    def note_decision(self, task: Task, share: float, *, is_set: bool) -> None:
+        """Note whether a conditional task runs, in the use rates of the data that only such tasks use; `share` is the rate before the first use."""
+        for handle, mode in task.accesses:
+            use_schedule = handle.use_schedule
+            if mode == SCRATCH or use_schedule is None or not use_schedule.is_conditional:
+                continue
+            rate = share if handle.use_rate < 0 else handle.use_rate
+            handle.use_rate = rate + (is_set - rate) / RECENT_USES
+            for replica in () if is_set else handle.replicas.values():  # its next use is further away now
+                if is_unused(replica) and not replica.is_backing:
+                    self.candidates[replica.node].add(replica)
+
     def unpin(self, replica: Replica) -> None:
         """Remove one user; a replica used only by copies becomes a candidate for eviction."""
         replica.pins -= 1
@@ -244,8 +256,8 @@ class Replicas:
         self.candidates[replica.node].leave(replica)
         replica.view = None
         node.vacate(replica)
-        if node.is_storage and replica.offset + handle.size > node.budget:
-            actions.append(DiscardExtent(replica.node, replica.offset, handle.size))
+        if node.is_storage and replica.offset + handle.spec.size > node.budget:
+            actions.append(DiscardExtent(replica.node, replica.offset, handle.spec.size))
         self.num_released += 1
         if replica.state != "scratch" and len(handle.replicas) == 1:
             (backing,) = handle.replicas.values()
@@ -311,7 +323,7 @@ class Replicas:
         handle = victim.handle
         target = handle.replicas[self.last]
         if victim.node != RAM != self.last and RAM not in handle.replicas:
-            offset = self.nodes[RAM].take(handle.size, handle.data_class)
+            offset = self.nodes[RAM].take(handle.spec.size, handle.spec.data_class)
             if offset is not None:
                 target = self.install(handle, RAM, offset)
         self.nodes[target.node].mark()

@@ -64,7 +64,7 @@ class Reservations:
         if not missing:
             return True
         if step is None:
-            wanted = sum(handle.size for handle in missing if handle not in self._promised)
+            wanted = sum(handle.spec.size for handle in missing if handle not in self._promised)
         self._drop_reached(order)
         reserve = self._reserve = max([replay.plan.peaks[replay.frontier] for replay in replays])
         if self.kept + self.ahead + reserve + wanted <= self.node.budget:
@@ -80,7 +80,7 @@ class Reservations:
             limit: budget in bytes without lasting data and without the data to be created.
             before: `order` of the creating task; None for a plain task, whose data counts at all positions.
         """
-        ahead = sorted([(order, backing.handle.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
+        ahead = sorted([(order, backing.handle.spec.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
         after = 0  # bytes created ahead by tasks after the examined positions
         for replay in reversed(self.foresight.replays):
             first, passing, peaks = replay.first_order, replay.plan.passing, replay.plan.peaks
@@ -100,10 +100,10 @@ class Reservations:
         backing.is_backing = True
         if not _is_temporary(handle):
             if self._promised.pop(handle, None) is None:
-                self.kept += handle.size
+                self.kept += handle.spec.size
         elif order > self.foresight.order:
             backing.is_ahead = True
-            self.ahead += handle.size
+            self.ahead += handle.spec.size
             self._num_entered += 1
             self._drop_reached(self.foresight.order)
             heapq.heappush(self._backing_ahead, (order, self._num_entered, backing))
@@ -121,14 +121,14 @@ class Reservations:
         backing.is_backing = False
         if backing.is_ahead:
             backing.is_ahead = False
-            self.ahead -= handle.size
+            self.ahead -= handle.spec.size
         elif not _is_temporary(handle):
             replays = self.foresight.replays if handle.num_uses else ()
             number = sum(any(use.handle is handle and self._is_to_make(use) for use in replay.shared) for replay in replays)
             if number:
                 self._promised[handle] = number
             else:
-                self.kept -= handle.size
+                self.kept -= handle.spec.size
 
     def _drop_reached(self, order: int) -> None:
         """Stop counting temporaries as created ahead once the planned order has reached the task that created them."""
@@ -137,7 +137,7 @@ class Reservations:
             backing = heapq.heappop(ahead)[2]
             if backing.is_ahead:
                 backing.is_ahead = False
-                self.ahead -= backing.handle.size
+                self.ahead -= backing.handle.spec.size
 
     def promise(self, replay: Replay) -> None:
         """Count the lasting data that a new replay will create."""
@@ -146,7 +146,7 @@ class Reservations:
             handle = use.handle
             if self._is_to_make(use):
                 if handle not in promised:
-                    self.kept += handle.size
+                    self.kept += handle.spec.size
                 promised[handle] = promised.get(handle, 0) + 1
         self._reserve = max(self._reserve, replay.plan.peaks[0])
 
@@ -157,7 +157,7 @@ class Reservations:
             count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
             if count == 1:
                 del self._promised[use.handle]
-                self.kept -= use.handle.size
+                self.kept -= use.handle.spec.size
             elif count:
                 self._promised[use.handle] = count - 1
 
@@ -171,13 +171,13 @@ class Reservations:
         Raises:
             InvalidEvent: they differ.
         """
-        lasting = sum(handle.size for handle in self._promised)
+        lasting = sum(handle.spec.size for handle in self._promised)
         ahead = 0
         for backing in backings:
             if not _is_temporary(backing.handle):
-                lasting += backing.handle.size
+                lasting += backing.handle.spec.size
             elif backing.is_ahead:
-                ahead += backing.handle.size
+                ahead += backing.handle.spec.size
         if (lasting, ahead) != (self.kept, self.ahead):
             raise InvalidEvent(
                 f"node {self.node.name} keeps {lasting} B and holds {ahead} B made ahead of their time, but {self.kept} and {self.ahead} were counted"

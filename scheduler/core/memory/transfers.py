@@ -75,8 +75,8 @@ class Copies:
         handle.num_uses += 1
         self.by_target[target] = Copy(source)
         link = (source.node, target.node)
-        self.moved_bytes[link] = self.moved_bytes.get(link, 0) + handle.nbytes
-        self._queued[link] = self._queued.get(link, 0) + handle.nbytes
+        self.moved_bytes[link] = self.moved_bytes.get(link, 0) + handle.spec.nbytes
+        self._queued[link] = self._queued.get(link, 0) + handle.spec.nbytes
         self._num_on[link] = self._num_on.get(link, 0) + 1
         if self._is_down(link):
             self.num_writing[source.node] += 1
@@ -92,7 +92,7 @@ class Copies:
         if copy is None or copy.source is not source:
             raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished but was not in progress")
         link = (source.node, target.node)
-        self._queued[link] -= source.handle.nbytes
+        self._queued[link] -= source.handle.spec.nbytes
         self._num_on[link] -= 1
         self.num_ended[target.node] += 1
         if self._is_down(link):

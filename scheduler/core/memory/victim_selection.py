@@ -84,13 +84,13 @@ class Candidates:
 
     def enter(self, replica: Replica) -> None:
         """Count a replica that was installed on the node; it is in use, hence not a candidate yet."""
-        size = replica.handle.size
+        size = replica.handle.spec.size
         if size <= self.tiny:
             self.tiny_nbytes += size
 
     def leave(self, replica: Replica) -> None:
         """Forget a replica that was dropped."""
-        size = replica.handle.size
+        size = replica.handle.spec.size
         if size <= self.tiny:
             self.tiny_nbytes -= size
         self.num_changes += 1
@@ -118,7 +118,7 @@ class Candidates:
         dirty = is_dirty(replica)
         key = self.policy.key(replica)
         self._num_entries += 1
-        size = replica.handle.size
+        size = replica.handle.spec.size
         entry = (key, -self._num_entries, replica, replica.offset, replica.offset + size, dirty)
         queues: tuple[Queue, ...]
         if size <= self.tiny and self.tiny_nbytes * TINY_SHARE <= self.node.budget and is_foreseen(key):
@@ -238,7 +238,7 @@ class Candidates:
             if nbytes >= enough:
                 break
             if is_unused(replica):
-                nbytes += replica.handle.size
+                nbytes += replica.handle.spec.size
         return nbytes
 
     def dirty(self, limit: int) -> list[Replica]:

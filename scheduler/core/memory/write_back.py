@@ -69,7 +69,7 @@ class EarlyWriteBack:
             for replica in replicas.candidates[self.node].dirty(WRITES - num_writing):
                 if self._wanted > 0:
                     replicas.write_back(replica, actions)
-                    self._wanted -= replica.handle.size
+                    self._wanted -= replica.handle.spec.size
         while self._leaving and num_writing < LEAVING:
             replica = self._leaving.popleft()
             if self._will_leave(replica):

@@ -77,11 +77,11 @@ def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Containe
     brings: list[HandleRecord] = []
     for handle, mode in task.accesses:
         if mode == SCRATCH:
-            taken += handle.size
+            taken += handle.spec.size
             continue
         replica = handle.replicas.get(node)
         if replica is None:
-            taken += handle.size
+            taken += handle.spec.size
         elif replica.state != "reserved" or replica.arriving:
             continue
         if mode != R and mode != RW:
@@ -90,8 +90,8 @@ def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Containe
         if handle not in promised:
             source = nearest(handle)
             if source is not None:
-                nbytes += handle.nbytes
-                transfer += estimates.transfer_seconds(source, node, handle.nbytes)
+                nbytes += handle.spec.nbytes
+                transfer += estimates.transfer_seconds(source, node, handle.spec.nbytes)
                 queued = memory.queued_bytes(source, node)
                 if queued:
                     wait = max(wait, estimates.transfer_seconds(source, node, queued))
@@ -115,7 +115,7 @@ def missing_bytes(task: Task, node: NodeId) -> int:
         if mode == R or mode == RW:
             replica = handle.replicas.get(node)
             if replica is None or (replica.state == "reserved" and not replica.arriving):
-                nbytes += handle.nbytes
+                nbytes += handle.spec.nbytes
     return nbytes
 
 

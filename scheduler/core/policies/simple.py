@@ -111,7 +111,7 @@ class LocalityStealing:
         for handle, _ in task.accesses:
             for replica in handle.replicas.values():
                 if replica.state != "reserved":
-                    held[replica.node] = held.get(replica.node, 0) + handle.nbytes
+                    held[replica.node] = held.get(replica.node, 0) + handle.spec.nbytes
         return max(held, key=lambda node: (held[node], -node), default=RAM)
 
     @staticmethod

@@ -79,7 +79,7 @@ def plan(family: str, recompute: bool = False):
 
 def pages(tensors) -> int:
     """Bytes that the ledger counts for the tiles of tensors."""
-    return sum(-(-handle.nbytes // PAGE) * PAGE for tensor in tensors for handle in tensor.handles)
+    return sum(-(-handle.spec.nbytes // PAGE) * PAGE for tensor in tensors for handle in tensor.handles)
 
 
 @pytest.mark.parametrize("family", [name if name == "gpt2" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
@@ -128,13 +128,13 @@ def test_gradients_with_dropout_are_the_slopes(family: str) -> None:
 def test_no_task_writes_or_differentiates_what_is_frozen(family: str, recompute: bool) -> None:
     """Frozen tiles are read only, gradients and state are the adapters' alone, and below the first adapter nothing goes back."""
     found, model = plan(family, recompute)
-    frozen = {handle.name for tensor in model.frozen_tensors().values() for handle in tensor.handles}
-    modes = {(handle.name in frozen, mode) for task in found.tasks for handle, mode in task.accesses if handle.data_class == "parameters"}
+    frozen = {handle.spec.name for tensor in model.frozen_tensors().values() for handle in tensor.handles}
+    modes = {(handle.spec.name in frozen, mode) for task in found.tasks for handle, mode in task.accesses if handle.spec.data_class == "parameters"}
     assert {mode for is_frozen, mode in modes if is_frozen} == {"R"}
     assert "RW" in {mode for is_frozen, mode in modes if not is_frozen}
     sizes: Counter[str] = Counter()
     for handle in found.uses:
-        sizes[handle.data_class] += handle.size
+        sizes[handle.spec.data_class] += handle.spec.size
     trained = pages(model.trained_tensors().values())
     assert sizes["gradients"] == trained
     assert sizes["optimizer"] == 2 * trained
@@ -164,7 +164,7 @@ def test_frozen_tiles_go_to_the_tier_at_most_once(tmp_path: Path) -> None:
     with Runtime(1, ram=found.needed_bytes() // 3, disk=tmp_path, trace=trace) as runtime:
         learning = job(runtime)
         assert learning.run(STEPS) == truth("gpt2")
-        frozen = {handle.name for tensor in learning.model.frozen_tensors().values() for handle in tensor.handles}
+        frozen = {handle.spec.name for tensor in learning.model.frozen_tensors().values() for handle in tensor.handles}
     out, back = trace.names[0, 1], trace.names[1, 0]
     assert max(out[name] for name in frozen) == 1
     assert max(back[name] for name in frozen) > 1
@@ -181,7 +181,7 @@ def test_frozen_tiles_of_a_directory_never_go_to_the_tier(family: str, tmp_path:
     with Runtime(1, ram=plan(family)[0].needed_bytes() // 3, disk=tmp_path / "tier", trace=trace) as runtime:
         found = job(runtime, family, start=directory, seed=None)
         assert found.run(STEPS) == want
-        frozen = {handle.name for tensor in found.model.frozen_tensors().values() for handle in tensor.handles}
+        frozen = {handle.spec.name for tensor in found.model.frozen_tensors().values() for handle in tensor.handles}
     assert not frozen & set(trace.names[0, 1])
     assert sum(trace.names[0, 1].values()) > 0
     assert max(sum(copies[name] for copies in trace.names.values()) for name in frozen) > 1

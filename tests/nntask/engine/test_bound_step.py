@@ -107,7 +107,8 @@ def tasks_of(plan: StepPlan, bound: Mapping[HandleRecord, HandleRecord]) -> list
 
     def known(record: HandleRecord) -> Any:
         if record in numbers:
-            return numbers[record], record.name, record.nbytes, record.view, record.kind, record.data_class, plan.owned[record]
+            spec = record.spec
+            return numbers[record], spec.name, spec.nbytes, spec.view, spec.kind, spec.data_class, plan.owned[record]
         return bound.get(record, record)
 
     return [

@@ -28,7 +28,7 @@ def test_a_step_lasts_as_long_as_its_kinds_of_tasks():
     whole, trial = plan_of(replace(CONFIG, n_layer=5), 6), plan_of(CONFIG, 4)
 
     def seconds(plan):
-        sizes = [0 if task.name == "sum_scalars" else sum(handle.nbytes for handle, _ in task.accesses) for task in plan.tasks]
+        sizes = [0 if task.name == "sum_scalars" else sum(handle.spec.nbytes for handle, _ in task.accesses) for task in plan.tasks]
         return [1e-3 * (len(task.name) + size) for task, size in zip(plan.tasks, sizes, strict=True)]  # it sums one scalar per parameter
 
     assert _kernel_seconds(whole, trial, seconds(trial)) == pytest.approx(sum(seconds(whole)), rel=1e-9)

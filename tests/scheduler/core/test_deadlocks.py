@@ -12,7 +12,7 @@ from support.plain_tasks import plain_task
 
 from scheduler import Codelet, Deadlock, Handle, R, Runtime, Step, W
 from scheduler.core.dependencies import link, predecessors, waiting_for
-from scheduler.core.records import HandleId, HandleRecord, Mode, Task
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Mode, Task
 
 PAGE = 8 * COUNT
 DEADLINE = 60.0
@@ -139,7 +139,7 @@ def test_another_thread_may_wait(is_shared: bool) -> None:
 
 def test_predecessors_are_those_that_edges_would_be_added_from() -> None:
     """Whatever has happened to a handle before."""
-    handle = HandleRecord(HandleId(0), PAGE, PAGE, None, "data", "persistent", "parameters")
+    handle = HandleRecord(HandleId(0), HandleSpec(PAGE, PAGE, None, "data", "persistent", "parameters"))
     modes: list[Mode] = ["W", "R", "R", "RW", "R", "W", "RW", "R", "SCRATCH", "R", "RW"]
     earlier: list[Task] = []
     for number, mode in enumerate(modes):

@@ -157,7 +157,7 @@ def draw(layouts: Sequence[tuple], items: Sequence[Item], pages: Sequence[Sequen
         sent, receiver = drawn.readable[-1 - a % len(drawn.readable)], members[target]
         members[source].submit([(sent, R)], len(routes))
         own = receiver.drawn.readable[-1 - b % len(receiver.drawn.readable)]
-        received = receiver.drawn.new(sent.size // PAGE, f"from {source}")
+        received = receiver.drawn.new(sent.spec.size // PAGE, f"from {source}")
         receiver.submit([(received, W), *([(own, R)] if b % 2 else [])], len(routes))
         receiver.drawn.readable.append(received)
         routes.append((source, target))

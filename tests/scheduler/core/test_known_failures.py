@@ -175,7 +175,7 @@ def test_two_devices_full_of_each_others_inputs() -> None:
     driver.submit((a, W), (b, W))
     driver.submit((c, W), (d, W))
     driver.drain()
-    places = {handle.name: max(handle.replicas) for handle in (a, b, c, d)}
+    places = {handle.spec.name: max(handle.replicas) for handle in (a, b, c, d)}
     assert places == {"a": 1, "b": 1, "c": 2, "d": 2}
     first, second = driver.submit((c, RW), (d, RW)), driver.submit((a, RW), (b, RW))
     assert (first.task.node, second.task.node) == (1, 2)
@@ -410,7 +410,7 @@ def test_victims_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = driver.submit((driver.handle(2, "large"), W))
     for name, _, disk in driver.routes:
         assert (states(blocked), len(plans)) == (["blocked"], 1)
-        driver.arrive(next(handle for handle in driver.handles if handle.name == name), disk)
+        driver.arrive(next(handle for handle in driver.handles if handle.spec.name == name), disk)
     assert states(blocked) == ["running"]
     driver.drain()
     driver.check()

@@ -139,7 +139,7 @@ def waiting(ram: int, device: int, held: int, count: int) -> tuple[FakeDriver, l
     first, room = driver.handle(name="first"), driver.handle(held)
     driver.submit((first, W), (room, SCRATCH))
     driver.record([[(first, R), (tile, R)] for tile in tiles], {}).replay()
-    return driver, [tile.name for tile in tiles if RAM not in tile.replicas]
+    return driver, [tile.spec.name for tile in tiles if RAM not in tile.replicas]
 
 
 def test_a_full_link_is_filled_again_as_soon_as_a_copy_has_ended() -> None:

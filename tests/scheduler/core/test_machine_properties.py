@@ -15,6 +15,7 @@ from scheduler.core import dependencies as graph
 from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.events import Action
 from scheduler.core.losses import Losses
+from scheduler.core.machine import Machine
 from scheduler.core.memory import coherence
 from scheduler.core.memory import victim_selection as victims
 from scheduler.core.memory.eviction_policies import EVICTION_POLICIES
@@ -22,7 +23,7 @@ from scheduler.core.memory.extents import ExtentAllocator
 from scheduler.core.memory.replicas import Replicas
 from scheduler.core.memory.transfers import Copies
 from scheduler.core.policies import POLICIES, Pinned
-from scheduler.core.records import ANY, FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W
+from scheduler.core.records import ANY, FILE, RW, SCRATCH, Condition, HandleRecord, Mode, NodeId, R, Replica, Task, W, Worker
 from scheduler.testing import FakeStep, Wrong
 
 MODES: tuple[Mode, ...] = (R, W, RW)
@@ -66,6 +67,7 @@ class Programs(RuleBasedStateMachine):
         self.driver = LoggedDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
         self.handles: list[HandleRecord] = [self.driver.handle(1 + at % 3) for at in range(4)]
         self.written: set[HandleRecord] = set()
+        self.flags = self.driver.handle(1, "flags")
         for handle in self.handles[:files]:
             self.attach(handle)
         self.step: FakeStep | None = None
@@ -99,8 +101,9 @@ class Programs(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         only=st.sampled_from([("cpu", "sim"), ("cpu", "sim"), ("cpu", "sim"), ("host",), ("cpu",), ("sim",)]),
         pin=st.sampled_from([None, None, None, 0, 1]),
+        flag=st.sampled_from([None, None, None, 0, 1, 2, 3]),
     )
-    def submit(self, picks: list[tuple[int, Mode]], scratch: int, priority: int, only: tuple, pin: int | None) -> None:
+    def submit(self, picks: list[tuple[int, Mode]], scratch: int, priority: int, only: tuple, pin: int | None, flag: int | None) -> None:
         kinds = {worker.kind for worker in (self.driver.machine.program, *self.driver.machine.workers)}
         only = only if kinds.intersection(only) else ("cpu", "sim")
         accesses = self.accesses(picks[:1] if only == ("host",) else picks, self.handles)
@@ -109,7 +112,16 @@ class Programs(RuleBasedStateMachine):
             self.driver.handles[-1].released = True
         worker = next((worker for worker in self.driver.machine.workers if worker.id == pin), None)
         pin = pin if worker is not None and worker.kind in only else None
-        self.driver.submit(*accesses, priority=priority, kinds=only if pin is None else (worker.kind,), pin=pin)
+        condition = None
+        if flag is not None and only != ("host",) and self.flags in self.written:
+            condition = Condition(guard=len(accesses), number=flag)
+            accesses.append((self.flags, R))
+        self.driver.submit(*accesses, priority=priority, kinds=only if pin is None else (worker.kind,), pin=pin, condition=condition)
+
+    @rule(mode=st.sampled_from((W, RW)))
+    def write_flags(self, mode: Mode) -> None:
+        self.driver.submit((self.flags, mode if self.flags in self.written else W), condition=Condition(flags=0))
+        self.written.add(self.flags)
 
     @rule(which=st.integers(0, 9))
     def release(self, which: int) -> None:
@@ -128,17 +140,35 @@ class Programs(RuleBasedStateMachine):
         tasks=st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(MODES)), min_size=1, max_size=3), min_size=1, max_size=6),
         pins=st.one_of(st.just([]), st.lists(st.sampled_from([None, None, 0, 1]), max_size=6)),
         leaves=st.frozensets(st.integers(0, 5)),
+        flags=st.lists(st.sampled_from([None, None, 0, 1, 2]), max_size=6),
     )
-    def record(self, tasks: list, pins: list, leaves: frozenset) -> None:
+    def record(self, tasks: list, pins: list, leaves: frozenset, flags: list) -> None:
         if self.step is not None:
             return
         temporary, output = self.driver.handle(1, "tmp"), self.driver.handle(2, "out")
         shared = [handle for handle in self.handles if handle in self.written]
         recorded = [self.accesses(picks, [*shared, temporary, output]) for picks in tasks]
         self.written -= {temporary, output}
+        recorded, conditions = self.conditional(recorded, flags)
         ids = {worker.id for worker in self.driver.machine.workers}
         pins = [pin if pin in ids else None for pin in pins]
-        self.step = self.driver.record(recorded, {temporary: False, output: True}, pins=pins, leaves=leaves)
+        owned = {temporary: False, output: True, self.own_flags: False}
+        self.step = self.driver.record(recorded, owned, pins=pins, leaves=leaves, conditions=conditions)
+
+    def conditional(self, recorded: list, flags: list) -> tuple[list, dict[int, Condition]]:
+        """Let tasks depend on flags that a first task of the step writes, from data that changes between replays."""
+        self.own_flags = self.driver.handle(1, "own flags")
+        if not any(flag is not None for flag in flags):
+            return recorded, {}
+        conditions = {0: Condition(flags=0)}
+        source = next((handle for handle in self.handles if handle in self.written), None)
+        tasks = [[(self.own_flags, W), *([(source, R)] if source is not None else [])]]
+        for position, accesses in enumerate(recorded, 1):
+            flag = flags[position - 1] if position <= len(flags) else None
+            if flag is not None:
+                conditions[position] = Condition(guard=len(accesses), number=flag)
+            tasks.append([*accesses, (self.own_flags, R)] if flag is not None else accesses)
+        return tasks, conditions
 
     @rule()
     @precondition(lambda self: getattr(self, "step", None) is not None)
@@ -291,10 +321,33 @@ def keep_half_updated(self: Losses, task: Task, handle: HandleRecord, reason: st
 
 def keep_for_all(self: Losses, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
     """`Losses._keep_stale` after which the rest of the replay reads what has missed an update."""
-    return task.step is not None and task.step.updated.get(handle) is task and handle.lost is None
+    use = None if task.step is None else task.step.updated.get(handle)
+    return use is not None and use.first_writer is task and handle.lost is None
+
+
+honest_lose = Losses.lose
+
+
+def keep_if_skipped(self: Losses, handle: HandleRecord, reason: str, actions: list[Action], root: str | None = None) -> None:
+    """`Losses.lose` after which data that a skipped task was to overwrite keeps its old value."""
+    if not reason.endswith("was skipped"):
+        honest_lose(self, handle, reason, actions, root)
+
+
+honest_ready = Machine._make_ready
+
+
+def never_skip(self: Machine, task: Task, worker: Worker | None, actions: list[Action]) -> None:
+    """`Machine._make_ready` that ignores flags."""
+    for handle, _ in task.accesses:
+        handle.flags = None
+    honest_ready(self, task, worker, actions)
 
 
 MUTANTS = {
+    "flags decide although their data is lost": [(Losses, "is_lost", lambda self, handle, replay: False)],
+    "data that a skipped task was to overwrite keeps its value": [(Losses, "lose", keep_if_skipped)],
+    "flags are ignored": [(Machine, "_make_ready", never_skip)],
     "no write-after-read edge": [(graph, "link", no_write_after_read)],
     "evicts pinned replicas": [
         (victims, "is_unused", lambda replica: replica.state != "scratch"),

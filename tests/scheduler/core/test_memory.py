@@ -12,7 +12,7 @@ from scheduler.core.memory.eviction_policies import FirstInFirstOut, Foresight
 from scheduler.core.memory.extents import PAGE, ExtentAllocator, rounded
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.memory.victim_selection import Candidates
-from scheduler.core.records import RAM, HandleId, HandleRecord, Replica
+from scheduler.core.records import RAM, HandleId, HandleRecord, HandleSpec, Replica
 from scheduler.storage import HostArena
 from scheduler.storage.limits import default_ram_budget, memory_limit
 
@@ -32,7 +32,7 @@ def test_extents_partition_the_memory(pages: int, operations: list) -> None:
             if taken:
                 replica = taken.pop(pick % len(taken))
                 node.vacate(replica)
-                for page in range(replica.offset // PAGE, (replica.offset + replica.handle.size) // PAGE):
+                for page in range(replica.offset // PAGE, (replica.offset + replica.handle.spec.size) // PAGE):
                     owner[page] = None
             continue
         offset: int | None
@@ -62,7 +62,7 @@ def test_extents_partition_the_memory(pages: int, operations: list) -> None:
 
 def resident(number: int, offset: int, pages: int) -> Replica:
     """The sole replica of a handle of so many pages."""
-    handle = HandleRecord(HandleId(number), pages * PAGE, pages * PAGE, None, "", "temporary", "activations")
+    handle = HandleRecord(HandleId(number), HandleSpec(pages * PAGE, pages * PAGE, None, "", "temporary", "activations"))
     replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified")
     return replica
 
@@ -85,7 +85,7 @@ def test_replicas_are_packed_in_order(pages: list[int], gone: set[int]) -> None:
     moved = node.pack()
     node.validate()
     assert moved == [(replica, offset) for replica, offset in sorted(before.items(), key=lambda pair: pair[1]) if replica.offset != offset]
-    assert node.used == sum(replica.handle.size for replica in before)
+    assert node.used == sum(replica.handle.spec.size for replica in before)
     assert node.extents.largest_hole() == node.budget - node.used
 
 
@@ -99,7 +99,7 @@ def test_a_ledger_that_lost_a_replica_is_noticed() -> None:
     replica = resident(0, offset, 1)
     node.occupy(replica)
     node.validate()
-    replica.handle.size += PAGE
+    replica.handle.spec.size += PAGE
     with pytest.raises(InvalidEvent, match=r"lost track"):
         node.validate()
 
@@ -136,7 +136,7 @@ def fresh_like(node: MemoryNode, taken: list[Replica]) -> ExtentAllocator:
     """An allocator of the same layout, which a refused claim may spoil."""
     twin = ExtentAllocator(node.budget)
     for replica in taken:
-        twin.take_at(replica.offset, replica.handle.size)
+        twin.take_at(replica.offset, replica.handle.spec.size)
     return twin
 
 
@@ -152,7 +152,7 @@ def longest_run(owner: list[int | None]) -> int:
 def occupied(node: MemoryNode, number: int, offset: int, nbytes: int, kind: str, since: int) -> Replica:
     """A replica that takes these bytes of a node; one that is "used" is pinned."""
     node.take_at(offset, nbytes, "activations")
-    handle = HandleRecord(HandleId(number), nbytes, nbytes, None, "", "temporary", "activations")
+    handle = HandleRecord(HandleId(number), HandleSpec(nbytes, nbytes, None, "", "temporary", "activations"))
     replica = handle.replicas[RAM] = Replica(handle, RAM, offset, "modified", pins=int(kind == "used"), since=since)
     node.occupy(replica)
     return replica
@@ -259,7 +259,7 @@ def test_where_prices_add_up_no_neighbours_cost_less(sizes: list[tuple[int, str,
     runs = [run for run in runs if all(kind != "used" for _, kind, _ in run) and sum(size for size, _, _ in run) >= need]
     assert (plan is None) == (not runs)
     if plan is not None:
-        victims = [(replica.handle.size // PAGE, replica.since) for replica in plan[1]]
+        victims = [(replica.handle.spec.size // PAGE, replica.since) for replica in plan[1]]
         cost = sum(size * (1 + since) for size, since in victims)
         least = min(sum(size * (1 + since) for size, kind, since in run if kind == "kept") for run in runs)
         missing, scattered = sum(size for size, _ in victims), 0

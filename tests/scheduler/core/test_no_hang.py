@@ -30,6 +30,7 @@ from scheduler.core.records import ANY, RW, HandleRecord, R, W
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning.recompute import Values, recomputed
 from scheduler.testing import FakeDriver, FakeStep, mix
+from scheduler.testing.sequential import flags_in
 
 NUM_CASES = int(os.environ.get("NNTASK_NO_HANG_CASES", "1000"))
 
@@ -97,7 +98,9 @@ def prepare(
         placed = [None if pin < 0 else pin % len(joined) for pin in pins]
         placed = [placed[at % len(placed)] for at in range(len(drawn.tasks))] if placed else []
         leaves = frozenset(range(extras[0] % 3, len(drawn.tasks), 1 + extras[-1] % 4))
-        step = driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves)
+        step = driver.record(
+            drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves, conditions=drawn.conditions
+        )
         if again:
             plan = recomputed(Values(step.plan), [handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in step.plan.uses])
             assert left_by(plan) == left_by(step.plan)
@@ -149,6 +152,10 @@ def left_by(plan: StepPlan) -> dict[HandleRecord, int]:
     for task in plan.tasks:
         salt = task.constants["salt"]
         assert isinstance(salt, int)
+        if task.condition is not None and task.condition.guard >= 0:
+            guard, _ = task.accesses[task.condition.guard]
+            if not flags_in(values[guard])[task.condition.number]:
+                continue
         read = [values.setdefault(handle, handle.id) for handle, mode in task.accesses if mode == R or mode == RW]
         values.update((handle, mix(salt + at, read)) for at, (handle, mode) in enumerate(task.accesses) if mode == W or mode == RW)
     return {handle: value for handle, value in values.items() if plan.owned.get(handle) is not False}

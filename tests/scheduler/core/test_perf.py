@@ -17,7 +17,7 @@ from support.search import search
 from scheduler import Codelet, Cost
 from scheduler.core.link_model import DISK_LINK, FEW_PAIRS, LARGE, MEMORY_LINK, MOST_LATENCY, LinkModel
 from scheduler.core.performance_model import KEPT, RATES, UNKNOWN_SECONDS, Models, Series, footprint
-from scheduler.core.records import HandleId, HandleRecord, NodeId, Task
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, NodeId, Task
 from scheduler.storage.performance_store import MOST_SERIES, PerfStore, default_directory, machine_fingerprint
 from tiles import TileView
 
@@ -29,7 +29,7 @@ COST = Codelet("gemm", cost=lambda views, constants: Cost(2.0 * views[0].shape[0
 def task(codelet: Codelet | None = None, shape: tuple[int, ...] = (4, 4), dtype: str = "float32", **constants: object) -> Task:
     """A task that reads one tile."""
     view = TileView(shape, np.dtype(dtype))
-    handle = HandleRecord(HandleId(0), view.nbytes, 4096, view, "", "temporary", "activations")
+    handle = HandleRecord(HandleId(0), HandleSpec(view.nbytes, 4096, view, "", "temporary", "activations"))
     return plain_task(0, "gemm", ("cpu",), ((handle, "R"),), constants, codelet=codelet)
 
 

@@ -10,7 +10,7 @@ from support.search import search
 
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.policies import POLICIES, Eager, LocalityStealing, Policy, Prio, policy_of
-from scheduler.core.records import HandleId, HandleRecord, NodeId, Replica, Task, Worker, WorkerId, WorkerKind
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, NodeId, Replica, Task, Worker, WorkerId, WorkerKind
 
 CPU = Worker(WorkerId(0), "cpu", NodeId(0), depth=1)
 CPU2 = Worker(WorkerId(1), "cpu", NodeId(0), depth=1)
@@ -19,7 +19,7 @@ SIM = Worker(WorkerId(2), "sim", NodeId(1), depth=2)
 
 def task(number: int, priority: int = 0, kinds: tuple[WorkerKind, ...] = ("cpu", "sim"), on: int | None = None) -> Task:
     """A task; `on` is the node that holds its data."""
-    handle = HandleRecord(HandleId(number), PAGE, PAGE, None, "", "temporary", "activations")
+    handle = HandleRecord(HandleId(number), HandleSpec(PAGE, PAGE, None, "", "temporary", "activations"))
     if on is not None:
         handle.replicas[NodeId(on)] = Replica(handle, NodeId(on), 0, "modified")
     return plain_task(number, f"t{number}", kinds, ((handle, "R"),), priority=priority, order=number)

@@ -19,7 +19,7 @@ from scheduler.core.performance_model import Boundless, Estimates
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
 from scheduler.core.policies.expected import TRIALS
 from scheduler.core.policies.reuse import PATIENCE
-from scheduler.core.records import HandleId, HandleRecord, Mode, NodeId, R, Replica, Task, W, Worker, WorkerId, WorkerKind
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Mode, NodeId, R, Replica, Task, W, Worker, WorkerId, WorkerKind
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.simulation.virtual_time import VirtualDriver
 
@@ -61,7 +61,7 @@ def task(number: int, *nodes: int, modes: Sequence[Mode] = (R,), kinds: tuple[Wo
     """A task over one handle of a page per mode, valid on `nodes`."""
     accesses = []
     for at, mode in enumerate(modes):
-        handle = HandleRecord(HandleId(number * 10 + at), PAGE, PAGE, None, "", "temporary", "activations")
+        handle = HandleRecord(HandleId(number * 10 + at), HandleSpec(PAGE, PAGE, None, "", "temporary", "activations"))
         for node in nodes:
             handle.replicas[NodeId(node)] = Replica(handle, NodeId(node), 0, "shared")
         accesses.append((handle, mode))
@@ -288,7 +288,10 @@ def test_all_tasks_are_run_once_and_workers_never_idle(name: str, speeds: tuple,
 
 def matmul(n: int) -> StepPlan:
     """C = A B over n x n tiles of one page, tile by tile of C."""
-    a, b, c = ({at: HandleRecord(HandleId(0), PAGE, PAGE, None, name, "persistent", "data") for at in product(range(n), repeat=2)} for name in "abc")
+    a, b, c = (
+        {at: HandleRecord(HandleId(0), HandleSpec(PAGE, PAGE, None, name, "persistent", "data")) for at in product(range(n), repeat=2)}
+        for name in "abc"
+    )
     tasks = [
         RecordedTask(None, "gemm", ("sim",), ((a[i, k], R), (b[k, j], R), (c[i, j], "RW" if k else W)), {}, 0)
         for i, j, k in product(range(n), repeat=3)

@@ -11,7 +11,7 @@ from scheduler.core.machine import Machine
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.policies import Prio
-from scheduler.core.records import RW, SCRATCH, HandleId, HandleRecord, Mode, R, W, WorkerKind
+from scheduler.core.records import RW, SCRATCH, HandleId, HandleRecord, HandleSpec, Mode, R, W, WorkerKind
 from scheduler.simulation.virtual_time import VirtualDriver
 
 COPY_SECONDS, TASK_SECONDS = 2, 3
@@ -47,7 +47,7 @@ class Watched(VirtualDriver):
 
 def handles(sizes: Sequence[int]) -> list[HandleRecord]:
     """Handles of so many pages."""
-    return [HandleRecord(HandleId(at), pages * PAGE, pages * PAGE, None, "", "persistent", "data") for at, pages in enumerate(sizes)]
+    return [HandleRecord(HandleId(at), HandleSpec(pages * PAGE, pages * PAGE, None, "", "persistent", "data")) for at, pages in enumerate(sizes)]
 
 
 def test_an_idle_worker_that_waits_for_a_copy_is_stalled() -> None:

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from scheduler import Runtime, Trace
-from scheduler.core.records import HandleId, HandleRecord, Mode
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Mode
 
 KIB = 1 << 10
 RAM, DISK = 0, 1
@@ -16,7 +16,7 @@ RAM, DISK = 0, 1
 
 def access(number: int) -> list[tuple[HandleRecord, Mode]]:
     """The accesses of a task that reads one handle."""
-    return [(HandleRecord(HandleId(number), 4096, 4096, None, f"h{number}", "temporary", "activations"), "R")]
+    return [(HandleRecord(HandleId(number), HandleSpec(4096, 4096, None, f"h{number}", "temporary", "activations")), "R")]
 
 
 def arrows(trace: Trace, path: Path) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:

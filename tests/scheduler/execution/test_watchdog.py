@@ -16,7 +16,7 @@ from scheduler.core.machine import Machine
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.policies import Prio
-from scheduler.core.records import RW, HandleId, HandleRecord, Mode, R, W, WorkerKind
+from scheduler.core.records import RW, HandleId, HandleRecord, HandleSpec, Mode, R, W, WorkerKind
 from scheduler.core.story import LENGTH, standstill
 from scheduler.execution.watchdog import Patience, watchdog_seconds
 from scheduler.simulation.virtual_time import VirtualDriver
@@ -56,7 +56,7 @@ class Still(VirtualDriver):
 
 def handle(number: int, pages: int = 1) -> HandleRecord:
     """A handle called "h" and its number."""
-    return HandleRecord(HandleId(number), pages * PAGE, pages * PAGE, None, f"h{number}", "persistent", "data")
+    return HandleRecord(HandleId(number), HandleSpec(pages * PAGE, pages * PAGE, None, f"h{number}", "persistent", "data"))
 
 
 def test_a_standstill_is_reported_once() -> None:

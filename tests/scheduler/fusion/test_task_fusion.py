@@ -18,7 +18,7 @@ from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.api.inline_runtime import InlineRuntime
 from scheduler.core.errors import HandleLost, TaskError
-from scheduler.core.records import DataClass, HandleId, HandleRecord
+from scheduler.core.records import DataClass, HandleId, HandleRecord, HandleSpec
 from scheduler.core.step_plan import StepPlan
 from scheduler.drivers import cuda
 from scheduler.drivers.gpu import NUM_STARTED, Flow
@@ -193,7 +193,7 @@ def capture(emit: Callable[[CapturingRuntime, list[Any]], None]) -> StepPlan:
 
 def make(nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
     """A record for data of fused tasks."""
-    return HandleRecord(HandleId(1000), nbytes, nbytes, view, f"inner {data_class}", "temporary", data_class)
+    return HandleRecord(HandleId(1000), HandleSpec(nbytes, nbytes, view, f"inner {data_class}", "temporary", data_class))
 
 
 def passes(runtime: Any, kept: Sequence[Any], codelet: Codelet = MIX, count: int = 40) -> Any:
@@ -303,7 +303,7 @@ def test_what_updates_the_programs_data_is_apart() -> None:
     """All that comes before is one task, all from there on another; gradients between the two are data of one handle."""
     forward, update = fuse(capture(lambda runtime, kept: passes(runtime, kept) and None), 999 * PAGE, make).tasks
     assert (forward.name, update.name) == ("fill and 120 more", "mix and 39 more")
-    shown = [[(handle.name, handle.nbytes // PAGE, mode) for handle, mode in task.accesses] for task in (forward, update)]
+    shown = [[(handle.spec.name, handle.spec.nbytes // PAGE, mode) for handle, mode in task.accesses] for task in (forward, update)]
     assert shown[0] == [("inner gradients", 40, "W"), ("", 1, "R"), ("", 1, "R"), ("inner scratch", 1, "SCRATCH")]
     assert shown[1] == [("", 1, "RW"), ("inner gradients", 40, "R"), ("", 1, "RW")]
 

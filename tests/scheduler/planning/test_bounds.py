@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.core.records import RW, HandleId, HandleRecord, Kind, R, W
+from scheduler.core.records import RW, HandleId, HandleRecord, HandleSpec, Kind, R, W
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning.bounds import lower_bounds
 from scheduler.planning.forecast import Pace
@@ -14,7 +14,7 @@ MB = 1 << 20
 
 def handle(number: int, size: int = MB, kind: Kind = "temporary") -> HandleRecord:
     """A handle of so many bytes."""
-    return HandleRecord(HandleId(number), size, size, None, f"h{number}", kind, "activations")
+    return HandleRecord(HandleId(number), HandleSpec(size, size, None, f"h{number}", kind, "activations"))
 
 
 def diamond() -> tuple[StepPlan, list[float]]:

@@ -146,7 +146,7 @@ def test_what_leaves_is_what_is_fetched_again(name: str) -> None:
     read = 0
     for handle, positions in left.items():
         assert positions <= set(plan.uses[handle].positions)
-        read += sum(handle.size for at in positions if dict(plan.tasks[at].accesses)[handle] != W)
+        read += sum(handle.spec.size for at in positions if dict(plan.tasks[at].accesses)[handle] != W)
     assert read == forecast(plan, budget).read > 0
     assert foresee(plan, 1 << 40) == Foreseen({}, [])
 
@@ -233,7 +233,7 @@ def test_what_returns_is_fetched_from_afar_in_every_replay(replays: int) -> None
             nodes=[("ram", 1 << 40), ("sim:0", budget)],
             policy="reuse",
             duration=lambda task, kind: SECONDS,
-            transfer=lambda source, target, nbytes: 250 * SECONDS if nbytes == state.nbytes else 0.0,
+            transfer=lambda source, target, nbytes: 250 * SECONDS if nbytes == state.spec.nbytes else 0.0,
             replays=replays,
             ahead=True,
         )

@@ -33,7 +33,7 @@ def test_every_candidate_of_any_graph_is_a_topological_order(data: st.DataObject
     modes = {"persistent": ("R", "W", "RW", "SCRATCH"), "input": ("R",), "temporary": ("R", "W", "RW", "SCRATCH")}
     for _ in range(data.draw(st.integers(0, 25))):
         chosen = data.draw(st.lists(st.sampled_from(tiles), max_size=4, unique=True))
-        accesses = [(tile, data.draw(st.sampled_from(modes[tile.kind]))) for tile in chosen]
+        accesses = [(tile, data.draw(st.sampled_from(modes[tile.spec.kind]))) for tile in chosen]
         builder.label(data.draw(st.sampled_from(("forward", "update"))))
         builder.task(data.draw(st.sampled_from("abc")), *accesses, kind=data.draw(st.sampled_from(("cpu", "host"))))
     plan = builder.plan()
@@ -60,12 +60,12 @@ def test_tasks_of_kind_host_may_also_wait_for_each_other_by_their_data() -> None
 
 def users(plan: StepPlan, order: list[int], tile: str) -> list[str]:
     """Names of the tasks that touch a tile, in order."""
-    return [plan.tasks[at].name for at in order if any(handle.name == tile for handle, _ in plan.tasks[at].accesses)]
+    return [plan.tasks[at].name for at in order if any(handle.spec.name == tile for handle, _ in plan.tasks[at].accesses)]
 
 
 def tiles_of(plan: StepPlan, position: int) -> set[str]:
     """Names of what a task touches."""
-    return {handle.name for handle, _ in plan.tasks[position].accesses}
+    return {handle.spec.name for handle, _ in plan.tasks[position].accesses}
 
 
 def test_layer_major_touches_each_weight_once_per_pass() -> None:
@@ -74,7 +74,7 @@ def test_layer_major_touches_each_weight_once_per_pass() -> None:
     order = candidates(plan)["layers"]
     assert users(plan, order, "w2") == ["forward", "backward input"] * 4 + ["adam"]
     names = [plan.tasks[at].name for at in order]
-    tiles = [{handle.name for handle, _ in plan.tasks[at].accesses} for at in order]
+    tiles = [{handle.spec.name for handle, _ in plan.tasks[at].accesses} for at in order]
     for weight, gradient in (("w0", "d0"), ("w1", "d1")):
         assert users(plan, order, weight) == ["forward"] * 4 + ["backward input"] * 4 + ["adam"]
         for name, tile in (("forward", weight), ("backward input", weight), ("backward weight", gradient)):

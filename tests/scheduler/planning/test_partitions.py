@@ -13,7 +13,7 @@ from scheduler.core.memory.eviction_policies import FAR, Foresight
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.performance_model import NO_ESTIMATES
 from scheduler.core.policies import DataAwareSorted, Eager, Explained, Reuse
-from scheduler.core.records import HandleId, HandleRecord, Kind, Mode, NodeId, Replay, ReplayPlan, Replica, UseSchedule, Worker, WorkerId
+from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Kind, Mode, NodeId, Replay, ReplayPlan, Replica, UseSchedule, Worker, WorkerId
 from scheduler.core.step_plan import Label, RecordedTask, StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.simulation.virtual_time import VirtualDriver, simulate
@@ -28,7 +28,7 @@ def training_step(minibatches: int) -> StepPlan:
     numbers = itertools.count()
 
     def tile(name: str, pages: int, kind: Kind = "temporary") -> HandleRecord:
-        handle = HandleRecord(HandleId(next(numbers)), pages * PAGE, pages * PAGE, None, name, kind, "activations")
+        handle = HandleRecord(HandleId(next(numbers)), HandleSpec(pages * PAGE, pages * PAGE, None, name, kind, "activations"))
         if kind == "temporary":
             owned[handle] = False
         return handle
@@ -88,7 +88,7 @@ def test_tasks_run_at_home_and_activations_stay(monkeypatch: pytest.MonkeyPatch,
         if isinstance(event, TaskFinished) and event.task.partition >= 0:
             ran.append((event.task.node, event.task.partition))
         elif isinstance(event, CopyFinished) and event.source.node and event.target.node:
-            moved[event.source.handle.name.split()[0].rstrip("0123456789")] += 1
+            moved[event.source.handle.spec.name.split()[0].rstrip("0123456789")] += 1
         bring(driver, event)
 
     monkeypatch.setattr(VirtualDriver, "bring", watch)
@@ -124,7 +124,7 @@ def test_a_sum_moves_no_more_than_it_has_to(
 
     def watch(driver: VirtualDriver, event: Event) -> None:
         if isinstance(event, CopyFinished) and event.source.node and event.target.node:
-            moved[event.source.handle.name] += 1
+            moved[event.source.handle.spec.name] += 1
         bring(driver, event)
 
     monkeypatch.setattr(VirtualDriver, "bring", watch)
@@ -202,7 +202,7 @@ def test_what_other_devices_read_keeps_data_only_where_it_is_alone() -> None:
     """Of two devices, each with the data beside host memory: its own next read counts, or that somebody writes it first. Of the only one, any use."""
     backing, gpu, other = NodeId(0), NodeId(1), NodeId(2)
     modes: list[tuple[int, Mode]] = [(0, "R"), (1, "R"), (0, "R"), (1, "R"), (0, "RW"), (1, "RW"), (1, "R"), (-1, "RW")]
-    handle = HandleRecord(HandleId(0), PAGE, PAGE, None, "w", "persistent", "parameters")
+    handle = HandleRecord(HandleId(0), HandleSpec(PAGE, PAGE, None, "w", "persistent", "parameters"))
     tasks = [plain_task(at, "task", ("sim",), ((handle, mode),), position=at, partition=partition) for at, (partition, mode) in enumerate(modes)]
     replay = Replay(ReplayPlan(), tasks, [], [], [], partition_nodes=(gpu, other), done=bytearray(len(tasks)))
     for task in tasks:

@@ -24,7 +24,7 @@ def tasks_of(plan: StepPlan) -> list[str]:
     """Each task as "name: what it reads > what it writes"."""
 
     def names(task: RecordedTask, *, read: bool) -> str:
-        return " ".join(handle.name for handle, mode in task.accesses if (mode == "R") is read)
+        return " ".join(handle.spec.name for handle, mode in task.accesses if (mode == "R") is read)
 
     return [f"{task.name}: {names(task, read=True)} > {names(task, read=False)}" for task in plan.tasks]
 
@@ -55,7 +55,7 @@ def test_a_value_is_made_again_where_it_is_wanted_and_the_first_one_dies_early()
     found = again(builder, b)
     assert tasks_of(found)[-2:] == ["double: a > b", "join: a b far > out"]
     assert found.uses[b].positions == [1, 2]
-    (late,) = {handle for handle, mode in found.tasks[-1].accesses if handle.name == "b" and mode == "R"}
+    (late,) = {handle for handle, mode in found.tasks[-1].accesses if handle.spec.name == "b" and mode == "R"}
     assert late is not b
     assert found.owned[late] is False
 
@@ -130,7 +130,7 @@ def test_the_tail_of_a_task_is_enough() -> None:
     builder.task("join", (y, "R"), (pre, "R"), (last, "R"), (builder.tile("out"), "W"))
     clone = again(builder, y).tasks[-2]
     assert (clone.name, clone.codelet, clone.constants) == ("activation", activation, {"kind": "gelu"})
-    assert [(handle.name, mode) for handle, mode in clone.accesses] == [("pre", "R"), ("y", "W")]
+    assert [(handle.spec.name, mode) for handle, mode in clone.accesses] == [("pre", "R"), ("y", "W")]
     assert tasks_of(again(builder, y, pre))[-2:] == ["both: x w > pre y", "join: y pre far > out"]
 
 

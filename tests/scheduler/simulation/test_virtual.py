@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler import DoesNotFit, Runtime
+from scheduler import Condition, DoesNotFit, Runtime
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.records import Task, WorkerKind
@@ -175,3 +175,30 @@ def test_minibatches_pass_each_other_in_memory_that_holds_little_more_than_one(k
 
     assert len(plan.tasks) == 102
     assert [seconds(least + extra) for extra in (0, 4, 8)] == [62.0, 56.0, 52.0]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_conditional_tasks_run_in_their_share_of_replays(share: float, kit) -> None:  # type: ignore[no-untyped-def]
+    """Sixteen experts of a page on a disk and memory for four pages: a replay reads and runs about its share of them, in any number of replays."""
+    runtime = CapturingRuntime()
+    weights = [kit.handle(runtime, f"weight {expert}", 512, kind="persistent") for expert in range(16)]
+    token = kit.handle(runtime, "token", 512, kind="persistent")
+    with runtime.record():
+        flags = runtime.handle(16, lambda memory, offset: None, name="flags")
+        runtime.submit(kit.plus, [(token, "R"), (flags, "W")], condition=Condition(flags=1))
+        for expert, weight in enumerate(weights):
+            condition = Condition(guard=2, number=expert, share=share)
+            runtime.submit(kit.plus, [(weight, "R"), (token, "RW"), (flags, "R")], condition=condition)
+    for replays in (2, 3, 7):
+        result = simulate(
+            runtime.plan,
+            workers=[("cpu", 0, 1)],
+            nodes=[("ram", 4 * PAGE), ("disk", MIB)],
+            storage=True,
+            policy="eager",
+            duration=one_second,
+            replays=replays,
+        )
+        num_run = result.busy_seconds[0] - 1
+        assert abs(num_run - 16 * share) <= 2
+        assert result.moved_bytes["disk->ram"] <= (num_run + 2) * PAGE

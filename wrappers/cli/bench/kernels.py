@@ -150,7 +150,7 @@ def kinds_of(tasks: Sequence[RecordedTask]) -> list[_Kind]:
     kinds: dict[Any, _Kind] = {}
     for task in tasks:
         codelet: Any = task.codelet
-        views: list[Any] = [handle.view for handle, _ in task.accesses]
+        views: list[Any] = [handle.spec.view for handle, _ in task.accesses]
         cost = codelet.cost(views, task.constants) if codelet.cost is not None else (0.0, 0.0)
         switches = tuple(sorted((name, value) for name, value in task.constants.items() if isinstance(value, (bool, str))))
         key = (codelet.name, tuple((view.shape, view.dtype, mode) for view, (_, mode) in zip(views, task.accesses, strict=True)), cost[0], switches)
@@ -166,10 +166,10 @@ def moved_bytes(task: RecordedTask) -> float:
     table = TABLES.get(getattr(task.codelet, "name", ""))
     total = 0.0
     for at, (handle, mode) in enumerate(task.accesses):
-        view: Any = handle.view
+        view: Any = handle.spec.view
         nbytes = view.nbytes
         if at == table and mode != "W":  # a first write clears the whole table
-            tokens: Any = task.accesses[0][0].view
+            tokens: Any = task.accesses[0][0].spec.view
             nbytes = min(nbytes, nbytes // view.shape[0] * (tokens.nbytes // tokens.dtype.itemsize))
         total += passes[mode] * nbytes
     return total
@@ -186,7 +186,7 @@ def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
     import numpy as np
 
     codelet: Any = task.codelet
-    tiles: list[Any] = [(handle.view, mode) for handle, mode in task.accesses]
+    tiles: list[Any] = [(handle.spec.view, mode) for handle, mode in task.accesses]
     nbytes = sum(view.nbytes for view, mode in tiles if mode != "SCRATCH")
     number = max(1, min(MOST_SETS, -(-COLD_BYTES // max(nbytes, 1))))
     generator = np.random.default_rng(0)

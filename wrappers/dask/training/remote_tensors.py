@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from nntask.optim import buckets_of, owners_of
 from nntask.planning import CapturedStep
-from scheduler import DataClass, Handle, InlineRuntime, Kind, Mode, View
+from scheduler import Handle, InlineRuntime, Mode
+from scheduler.machine import HandleSpec
 from tiles import TileTensor
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Mirror(InlineRuntime):
             self._tile_names.update({handle: (table, name, number) for number, handle in enumerate(own.handles)})
         return found
 
-    def _record(self, nbytes: int, view: View, name: str, kind: Kind, data_class: DataClass) -> None:
+    def _record(self, spec: HandleSpec) -> None:
         """Return None: these handles have no memory."""
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:

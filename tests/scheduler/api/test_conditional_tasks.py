@@ -1,0 +1,183 @@
+"""Conditional tasks: a task whose flag is 0 ends without its data, in eager programs and in recorded steps, on every kind of machine."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.late_gpu import COUNT, FILL, Numbers, Place, both, gpus
+
+from scheduler import Codelet, Condition, InlineRuntime, Runtime, TaskError, TaskRuntime
+from scheduler.storage.device import DeviceMemory
+
+NUM_EXPERTS = 12
+MIB = 1 << 20
+WEIGHT = Numbers()
+
+
+class Flags:
+    """A view of one byte for each expert, wherever it is."""
+
+    def __call__(self, memory: Any, offset: int) -> Any:
+        if isinstance(memory, DeviceMemory):
+            return FlagsPlace(memory.address + offset)
+        return np.ndarray((NUM_EXPERTS,), np.uint8, buffer=memory, offset=offset)
+
+
+class FlagsPlace(Place):
+    """Flags in a GPU's memory."""
+
+    def __init__(self, address: int) -> None:
+        super().__init__(address, 0)
+        self.nbytes = NUM_EXPERTS
+
+    def numbers(self) -> np.ndarray:
+        return np.ndarray((NUM_EXPERTS,), np.uint8, buffer=(ctypes.c_char * NUM_EXPERTS).from_address(self.address))
+
+
+def choose(token: np.ndarray, flags: np.ndarray) -> None:
+    """Choose the experts whose bits are set in the token's number."""
+    flags[:] = [int(token[0]) >> expert & 1 for expert in range(NUM_EXPERTS)]
+
+
+def apply(flags: np.ndarray, weight: np.ndarray, out: np.ndarray, *, expert: int) -> None:
+    """Add an expert's weight to the result; a kernel that runs without being chosen is an error."""
+    assert flags[expert], f"expert {expert} runs and was not chosen"
+    out += (expert + 1) * weight
+
+
+def advance(token: np.ndarray) -> None:
+    """Choose other experts for the next step."""
+    token[:] = (int(token[0]) * 29 + 17) % (1 << NUM_EXPERTS)
+
+
+CHOOSE, APPLY, ADVANCE = both("choose", choose), both("apply", apply), both("advance", advance)
+
+
+class Mixture:
+    """A program with a token, the weights of experts, and a step that adds those of the chosen experts to a result."""
+
+    def __init__(self, runtime: TaskRuntime) -> None:
+        self.runtime = runtime
+        self.token = self.handle("token")
+        self.out = self.handle("out")
+        self.weights = [self.handle(f"weight {expert}") for expert in range(NUM_EXPERTS)]
+        for number, handle in enumerate([self.token, self.out, *self.weights]):
+            runtime.submit(FILL, [(handle, "W")], {"value": 1.0 + number})
+
+    def handle(self, name: str) -> Any:
+        return self.runtime.handle(8 * COUNT, WEIGHT, name=name, kind="persistent")
+
+    def step(self) -> None:
+        flags = self.runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+        self.runtime.submit(CHOOSE, [(self.token, "R"), (flags, "W")], condition=Condition(flags=1))
+        for expert, weight in enumerate(self.weights):
+            accesses = [(flags, "R"), (weight, "R"), (self.out, "RW")]
+            self.runtime.submit(APPLY, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
+        self.runtime.submit(ADVANCE, [(self.token, "RW")])
+
+    def result(self) -> np.ndarray:
+        with self.runtime.acquire(self.out, "R") as view:
+            return view.copy()
+
+
+def run(mixture: Mixture, num_steps: int, *, is_recorded: bool) -> np.ndarray:
+    """Run steps, and return the sum of the weights that they chose."""
+    if not is_recorded:
+        for _ in range(num_steps):
+            mixture.step()
+        return mixture.result()
+    assert isinstance(mixture.runtime, Runtime)
+    with mixture.runtime.record() as step:
+        mixture.step()
+    for _ in range(num_steps):
+        step.replay()
+    return mixture.result()
+
+
+def chosen(num_steps: int) -> list[list[int]]:
+    """The experts of each step."""
+    token, steps = np.ones(1), []
+    for _ in range(num_steps):
+        steps.append([expert for expert in range(NUM_EXPERTS) if int(token[0]) >> expert & 1])
+        advance(token)
+    return steps
+
+
+MACHINES = {
+    "one worker": {"cpu_workers": 1},
+    "two workers": {"cpu_workers": 2},
+    "a little memory and a disk": {"cpu_workers": 2, "ram": 6 * 4096, "disk": True},
+    "two simulated devices": {"cpu_workers": 1, "sim_gpus": 2, "gpu_memory": 5 * 4096},
+    "two GPUs that run late": {"cpu_workers": 1, "gpus": 2, "gpu_memory": 5 * 4096},
+}
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_only_chosen_experts_run(machine: str, is_recorded: bool, tmp_path: Path) -> None:
+    """The result is that of the inline runtime, bit by bit, and as many tasks are skipped as experts were not chosen."""
+    expected = run(Mixture(InlineRuntime()), 9, is_recorded=False)
+    options: dict[str, Any] = {"ram": MIB, **MACHINES[machine]}
+    if "disk" in options:
+        options["disk"] = tmp_path
+    if "gpus" in options:
+        options["gpus"] = gpus(options["gpus"], 3)
+    with Runtime(**options) as runtime:
+        result = run(Mixture(runtime), 9, is_recorded=is_recorded)
+        runtime.wait()
+        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(step) for step in chosen(9))
+        runtime._executor.validate()
+    assert result.tobytes() == expected.tobytes()
+
+
+def test_data_of_skipped_tasks_stays_on_the_disk(tmp_path: Path) -> None:
+    """With memory for three weights, a replay reads at most those of its own chosen experts, and none of the others."""
+    with Runtime(1, ram=7 * 4096, disk=tmp_path) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record() as step:
+            mixture.step()
+        step.replay()
+        runtime.wait()
+        for experts in chosen(9)[1:]:
+            before = runtime.stats()["moved_bytes"].get("disk->ram", 0)
+            step.replay()
+            runtime.wait()
+            assert runtime.stats()["moved_bytes"].get("disk->ram", 0) - before <= (len(experts) + 2) * 4096
+
+
+def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:
+    """W gives up the old value, so a reader without the same condition is an error that names the task, whatever the schedule."""
+    with Runtime(1, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+        runtime.submit(CHOOSE, [(mixture.token, "R"), (flags, "W")], condition=Condition(flags=1))
+        fresh = mixture.handle("fresh")
+        runtime.submit(FILL, [(fresh, "W"), (flags, "R")], {"value": 0.0}, condition=Condition(guard=1, number=5))
+        runtime.submit(APPLY, [(flags, "R"), (fresh, "R"), (mixture.out, "RW")], {"expert": 5}, condition=Condition(guard=0, number=5))
+        runtime.wait()
+        runtime.submit(APPLY, [(flags, "R"), (fresh, "R"), (mixture.out, "RW")], {"expert": 0})
+        with pytest.raises(TaskError, match="fill, which writes it, was skipped"):
+            runtime.wait()
+
+
+@pytest.mark.parametrize(
+    ("accesses", "condition", "message"),
+    [
+        ([("flags", "W"), ("out", "RW")], Condition(guard=0), "flag is read, must exist with mode R, got W"),
+        ([("flags", "R")], Condition(guard=1), "must exist with mode R, got none"),
+        ([("flags", "R")], Condition(flags=0), "flags are written, must exist with mode W or RW, got R"),
+        ([("flags", "R"), ("out", "REDUX")], Condition(guard=0), "fill the data first, and use RW"),
+    ],
+)
+def test_conditions_that_do_not_match_the_accesses_are_refused(accesses: list, condition: Condition, message: str) -> None:
+    """Each gets one sentence, before anything is submitted."""
+    for runtime in (InlineRuntime(), Runtime(1, ram=MIB)):
+        data = {"flags": runtime.handle(NUM_EXPERTS, Flags()), "out": runtime.handle(8 * COUNT, WEIGHT)}
+        with pytest.raises(ValueError, match=message):
+            runtime.submit(Codelet("any", cpu=lambda *views: None), [(data[name], mode) for name, mode in accesses], condition=condition)
+        if isinstance(runtime, Runtime):
+            runtime.close()
