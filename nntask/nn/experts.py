@@ -21,7 +21,7 @@ class Routed(NamedTuple):
     Args:
         logits: (B, T, E), scores of the experts.
         weights: (B, T, K), weights of the chosen experts.
-        routing: choices, weights and loads.
+        routing: choices, weights and flags.
     """
 
     logits: Tensor

@@ -225,9 +225,9 @@ def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how:
 
 
 def _choices(make: Maker) -> list[np.ndarray]:
-    """Three of six experts for ten rows, of which no row chooses the last; weights; loads."""
+    """Three of six experts for ten rows, of which no row chooses the last; weights; flags."""
     choices = np.stack([make.rng.permutation(5)[:3] for _ in range(10)]).astype(np.int32)
-    return [choices.reshape(2, 5, 3), make.positive(2, 5, 3), np.bincount(choices.reshape(-1), minlength=6).astype(np.int32).reshape(1, 1, 6)]
+    return [choices.reshape(2, 5, 3), make.positive(2, 5, 3), (np.bincount(choices.reshape(-1), minlength=6) > 0).astype(np.uint8).reshape(1, 1, 6)]
 
 
 def _expert(make: Maker, *, expert: int, backward: bool, first: bool = False, is_frozen: bool = False) -> Case:

@@ -189,9 +189,9 @@ def _head(m: Maker, *, backward: bool, how: Head = PLAIN) -> Call:
 
 
 def _choices(m: Maker) -> list[np.ndarray]:
-    """Two of eight experts for each row; weights; loads."""
+    """Two of eight experts for each row; weights; flags."""
     choices = np.stack([np.zeros(m.rows, np.int32), 1 + np.arange(m.rows, dtype=np.int32) % 7], axis=-1)[None]
-    return [choices, m(1, m.rows, 2), np.full((1, 1, 8), m.rows, np.int32)]
+    return [choices, m(1, m.rows, 2), np.ones((1, 1, 8), np.uint8)]
 
 
 def _expert(m: Maker, *, backward: bool) -> Call:
@@ -212,10 +212,10 @@ def _scores(m: Maker) -> np.ndarray:
 
 
 def _routing(m: Maker) -> list[np.ndarray]:
-    """Scores, choices of two experts, weights and loads."""
+    """Scores, choices of two experts, weights and flags."""
     scores = _scores(m)
     count, experts = scores.shape[1:]
-    return [scores, np.zeros((1, count, 2), np.int32), m(1, count, 2), np.zeros((1, 1, experts), np.int32)]
+    return [scores, np.zeros((1, count, 2), np.int32), m(1, count, 2), np.zeros((1, 1, experts), np.uint8)]
 
 
 def _norm_backward(m: Maker, rms: bool, residual: bool = True) -> Call:

@@ -2,10 +2,10 @@
 
 A task of an expert gets a whole tile of rows and gathers those that chose the expert, so the shapes of a recorded step are the same for all data.
 Results are added in the order of experts to a tensor that begins at zero (or at the result of a shared expert): no task of an expert is the first
-to write it, so a task without rows changes nothing but the first contribution to its gradients. `loads`, written by the routing, says whether there
-are rows.
+to write it. The routing writes a flag for each expert that a row chose, and tasks of other experts are skipped, before their weights are fetched.
+The tasks of an expert that is learnt compute gradients in the backward pass, which must exist, so these tasks always run.
 
-Legend: x (B, T, C), logits (B, T, E), choices (B, T, K) int32, weights (B, T, K), loads (b, t, E) int32 for b x t tiles of rows; matrices of an
+Legend: x (B, T, C), logits (B, T, E), choices (B, T, K) int32, weights (B, T, K), flags (b, t, E) uint8 for b x t tiles of rows; matrices of an
 expert: gate (I, C), up (I, C), down (C, I).
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler import REDUX, RW, SCRATCH, Access, R, W
+from scheduler import REDUX, RW, SCRATCH, Access, Condition, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.experts import expert_scratch_nbytes
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
     choices: TileTensor
     weights: TileTensor
-    loads: TileTensor
+    flags: TileTensor
 
 
 class Expert(NamedTuple):
@@ -55,11 +55,11 @@ def route(logits: TileTensor, num_chosen: int, *, renormalises: bool) -> Routing
     wide = np.float64 if logits.dtype == np.float64 else np.float32
     choices = TileTensor(runtime, (*logits.shape[:-1], num_chosen), (*logits.tile[:-1], num_chosen), np.int32, name="choices")
     weights = choices.like(dtype=wide, name="weights of choices")
-    loads = TileTensor(runtime, (*logits.grid[:-1], num_experts), (*(1 for _ in logits.grid[:-1]), num_experts), np.int32, name="loads")
+    flags = TileTensor(runtime, (*logits.grid[:-1], num_experts), (*(1 for _ in logits.grid[:-1]), num_experts), np.uint8, name="flags of experts")
     for row in leading(logits):
-        accesses: list[Access] = [(logits[*row, 0], R), *((out[*row, 0], W) for out in (choices, weights, loads))]
-        emit(runtime, "route", accesses, renormalises=renormalises)
-    return Routing(choices, weights, loads)
+        accesses: list[Access] = [(logits[*row, 0], R), *((out[*row, 0], W) for out in (choices, weights, flags))]
+        emit(runtime, "route", accesses, condition=Condition(flags=3), renormalises=renormalises)
+    return Routing(choices, weights, flags)
 
 
 def route_backward(logits: TileTensor, choices: TileTensor, dweights: TileTensor, *, renormalises: bool) -> TileTensor:
@@ -84,7 +84,7 @@ def experts(x: TileTensor, routing: Routing, matrices: Sequence[Expert], y: Tile
         expert = _as_floats(stored)
         for i, row in itertools.product(range(expert.gate.grid[0]), leading(x)):
             accesses = [*_inputs(x, row, routing, expert, i), *((y[*row, c], RW) for c in range(num_c)), _scratch(x, expert, is_backward=False)]
-            emit(x.runtime, "expert_forward", accesses, num_c=num_c, expert=number)
+            emit(x.runtime, "expert_forward", accesses, condition=_condition(x, routing, number), num_c=num_c, expert=number)
     return y
 
 
@@ -102,7 +102,9 @@ def experts_backward(
             if gradient is not None:
                 accesses += [*((gradient.gate[i, c], REDUX) for c in range(num_c)), *((gradient.up[i, c], REDUX) for c in range(num_c))]
                 accesses += [(gradient.down[c, i], REDUX) for c in range(num_c)]
-            emit(x.runtime, "expert_backward", [*accesses, _scratch(x, expert, is_backward=True)], num_c=num_c, expert=number)
+            accesses.append(_scratch(x, expert, is_backward=True))
+            condition = _condition(x, routing, number) if gradient is None else None
+            emit(x.runtime, "expert_backward", accesses, condition=condition, num_c=num_c, expert=number)
     return dx, dweights
 
 
@@ -117,6 +119,12 @@ def _inputs(x: TileTensor, row: tuple[int, ...], routing: Routing, expert: Exper
     tiles = [*(x[*row, c] for c in columns), *(expert.gate[i, c] for c in columns), *(expert.up[i, c] for c in columns)]
     tiles += [*(expert.down[c, i] for c in columns), *(tensor[*row, 0] for tensor in routing)]
     return [(tile, R) for tile in tiles]
+
+
+def _condition(x: TileTensor, routing: Routing, number: int) -> Condition:
+    """Return the condition of a task of an expert: a row of the tile chose it. If choices are even and independent, that has the given share."""
+    num_rows, share = int(np.prod(x.tile[:-1])), routing.choices.shape[-1] / routing.flags.shape[-1]
+    return Condition(guard=4 * x.grid[-1] + 2, number=number, share=1.0 - (1.0 - share) ** num_rows)
 
 
 def _scratch(x: TileTensor, expert: Expert, *, is_backward: bool) -> Access:
@@ -143,7 +151,7 @@ def balance(
     """
     first, num_experts = logits[0], logits[0].shape[-1]
     dtype = np.float64 if first.dtype == np.float64 else np.float32
-    sums = TileTensor(first.runtime, (2 * num_experts + 1,), (-1,), np.float64, name="loads of experts")
+    sums = TileTensor(first.runtime, (2 * num_experts + 1,), (-1,), np.float64, name="flags of experts")
     loss = TileTensor(first.runtime, (1,), (1,), np.float64, name="load-balancing loss")
     slopes = TileTensor(first.runtime, (num_experts,), (-1,), dtype, name="slopes of experts")
     layers = zip(logits, choices, strict=True)

@@ -85,10 +85,10 @@ def _product(xs: Sequence[Array], ws: Sequence[Array], out: Array) -> Array:
 
 
 def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of three products for the rows that an expert has on average; K and E follow from the shapes of choices and loads."""
+    """Return the operations of three products for the rows that an expert has on average; K and E follow from the shapes of choices and flags."""
     given = expert_forward_tiles(views, constants["num_c"])
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
-    share = float(given.choices.shape[-1] / given.loads.shape[-1])
+    share = float(given.choices.shape[-1] / given.flags.shape[-1])
     return 6.0 * float(np.prod(given.choices.shape[:-1])) * share * float(width * inner)
 
 
@@ -99,11 +99,11 @@ def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float
 
 
 @register("route", "cpu")
-def route(logits: Array, choices: Array, weights: Array, loads: Array, *, renormalises: bool) -> None:
+def route(logits: Array, choices: Array, weights: Array, flags: Array, *, renormalises: bool) -> None:
     """Choose the K experts with the largest logits, of equal ones those with the lower index; weights are their probabilities."""
     from .numba import routing_loops
 
-    routing_loops.choose(rows(logits), rows(choices), rows(weights), loads.reshape(-1), renormalises)
+    routing_loops.choose(rows(logits), rows(choices), rows(weights), flags.reshape(-1), renormalises)
 
 
 @register("route_backward", "cpu")
@@ -120,7 +120,7 @@ def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
     from .numba import routing_loops
 
     given = expert_forward_tiles(tiles, num_c)
-    if given.loads.reshape(-1)[expert] == 0:
+    if given.flags.reshape(-1)[expert] == 0:
         return
     xs, ys, choices, weights = [rows(x) for x in given.xs], [rows(y) for y in given.ys], rows(given.choices), rows(given.weights)
     inner, work = given.gates[0].shape[0], Work(given.scratch, choices.shape[0], xs[0].dtype)
@@ -138,7 +138,7 @@ def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
 def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = False) -> None:
     """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
     given = expert_backward_tiles(tiles, num_c)
-    if given.loads.reshape(-1)[expert] == 0:
+    if given.flags.reshape(-1)[expert] == 0:
         if not accumulate:
             for tile in (*given.dgates, *given.dups, *given.ddowns):
                 tile.fill(0)

@@ -46,12 +46,12 @@ def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceAr
 
 
 @register("route", "cuda")
-def route(logits: DeviceArray, choices: DeviceArray, weights: DeviceArray, loads: DeviceArray, *, renormalises: bool) -> None:
+def route(logits: DeviceArray, choices: DeviceArray, weights: DeviceArray, flags: DeviceArray, *, renormalises: bool) -> None:
     """Choose the K experts with the largest logits, of equal ones those with the lower index; weights are their probabilities."""
     num_experts, num_chosen = logits.shape[-1], choices.shape[-1]
     numbers = (np.int32(num_experts), np.int32(num_chosen), np.int32(renormalises))
     _source.each("route", logits.dtype, logits.size // num_experts, logits, choices, weights, *numbers)
-    _source.each("count_choices", logits.dtype, num_experts, choices, loads, np.int32(choices.size))
+    _source.each("flag_experts", logits.dtype, num_experts, choices, flags, np.int32(choices.size))
 
 
 @register("route_backward", "cuda")

@@ -1,7 +1,7 @@
 """Mixtures of experts, readable: routing, the work of one expert on one tile of rows, and the load-balancing loss.
 
 Legend: R rows (tokens of a tile), E experts, K experts per row, C features in c tiles, I width inside an expert. logits (.., E); choices (.., K)
-int32, best expert first; weights (.., K); loads (.., E) int32, numbers of rows that chose each expert. x, y and their gradients are c tiles of one
+int32, best expert first; weights (.., K); flags (.., E) uint8, 1 for each expert that some row chose. x, y and their gradients are c tiles of one
 row panel; gate and up (I, c) and down (c, I) are tiles of one expert's matrices.
 """
 
@@ -27,7 +27,7 @@ class ExpertForward(NamedTuple):
     downs: Sequence[Any]
     choices: Any
     weights: Any
-    loads: Any
+    flags: Any
     ys: Sequence[Any]
     scratch: Any
 
@@ -41,7 +41,7 @@ class ExpertBackward(NamedTuple):
     downs: Sequence[Any]
     choices: Any
     weights: Any
-    loads: Any
+    flags: Any
     dys: Sequence[Any]
     dxs: Sequence[Any]
     dweights: Any
@@ -52,20 +52,20 @@ class ExpertBackward(NamedTuple):
 
 
 def expert_forward_tiles(tiles: Sequence[Any], num_c: int) -> ExpertForward:
-    """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, loads, y * num_c, scratch."""
+    """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, flags, y * num_c, scratch."""
     n = num_c
-    choices, weights, loads, *ys, scratch = tiles[4 * n :]
-    return ExpertForward(tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], choices, weights, loads, ys, scratch)
+    choices, weights, flags, *ys, scratch = tiles[4 * n :]
+    return ExpertForward(tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], choices, weights, flags, ys, scratch)
 
 
 def expert_backward_tiles(tiles: Sequence[Any], num_c: int) -> ExpertBackward:
-    """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, loads, dy, dx (each times num_c), dweights, [dgate, dup,
+    """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, flags, dy, dx (each times num_c), dweights, [dgate, dup,
     ddown (each times num_c),] scratch."""
     n = num_c
-    choices, weights, loads, *rest, scratch = tiles[4 * n :]
+    choices, weights, flags, *rest, scratch = tiles[4 * n :]
     dweights, of_matrices = rest[2 * n], rest[2 * n + 1 :]
     return ExpertBackward(
-        tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], choices, weights, loads, rest[:n], rest[n : 2 * n], dweights,
+        tiles[:n], tiles[n : 2 * n], tiles[2 * n : 3 * n], tiles[3 * n : 4 * n], choices, weights, flags, rest[:n], rest[n : 2 * n], dweights,
         of_matrices[:n], of_matrices[n : 2 * n], of_matrices[2 * n :], scratch,
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def softmax(logits: Array) -> Array:
 
 
 @register("route", "reference")
-def route(logits: Array, choices: Array, weights: Array, loads: Array, *, renormalises: bool) -> None:
+def route(logits: Array, choices: Array, weights: Array, flags: Array, *, renormalises: bool) -> None:
     """Choose the K experts with the largest logits, of equal ones those with the lower index; weights are their probabilities.
 
     Args:
@@ -88,7 +88,7 @@ def route(logits: Array, choices: Array, weights: Array, loads: Array, *, renorm
     choices[...] = order[..., : choices.shape[-1]]
     chosen = np.take_along_axis(softmax(logits), choices.astype(np.int64), axis=-1)
     weights[...] = chosen / chosen.sum(axis=-1, keepdims=True) if renormalises else chosen
-    loads.reshape(-1)[...] = np.bincount(choices.reshape(-1), minlength=logits.shape[-1])
+    flags.reshape(-1)[...] = np.bincount(choices.reshape(-1), minlength=logits.shape[-1]) > 0
 
 
 @register("route_backward", "reference")

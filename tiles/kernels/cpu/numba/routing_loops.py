@@ -8,12 +8,12 @@ from .compiled import EXACT, Array, compiled
 
 
 @compiled(EXACT)
-def choose(logits: Array, choices: Array, weights: Array, loads: Array, renormalises: bool) -> None:
+def choose(logits: Array, choices: Array, weights: Array, flags: Array, renormalises: bool) -> None:
     """The K largest logits of each row, of equal ones the first; weights are their softmax over all  # (R, E) -> (R, K), (R, K), (E,)."""
     num_rows, num_experts = logits.shape
     zero = logits.dtype.type(0)
     for e in range(num_experts):
-        loads[e] = 0
+        flags[e] = 0
     for i in range(num_rows):
         row, chosen, weight = logits[i], choices[i], weights[i]
         for j in range(chosen.size):
@@ -26,7 +26,7 @@ def choose(logits: Array, choices: Array, weights: Array, loads: Array, renormal
                 if is_free and (best < 0 or row[e] > row[best]):
                     best = e
             chosen[j] = best
-            loads[best] += 1
+            flags[best] = 1
         top, total = row[chosen[0]], zero
         for e in range(num_experts):
             total += math.exp(row[e] - top)

@@ -37,15 +37,15 @@ KERNEL route(const T *logits, int *choices, float *weights, int num_experts, int
 }
 EXPORT(route)
 
-// A thread an expert: number of rows that chose it
-KERNEL count_choices(const int *choices, int *loads, int num_choices, long long num_experts) {
+// A thread an expert: whether a row chose it
+KERNEL flag_experts(const int *choices, unsigned char *flags, int num_choices, long long num_experts) {
     EACH(e, num_experts) {
-        int count = 0;
-        for (int n = 0; n < num_choices; n++) count += choices[n] == (int)e;
-        loads[e] = count;
+        int is_chosen = 0;
+        for (int n = 0; n < num_choices && !is_chosen; n++) is_chosen = choices[n] == (int)e;
+        flags[e] = (unsigned char)is_chosen;
     }
 }
-EXPORT(count_choices)
+EXPORT(flag_experts)
 
 KERNEL route_backward(
     const T *logits, const int *choices, const float *dweights, T *dlogits, int num_experts, int num_chosen, int renormalises, long long num_rows) {
