@@ -30,12 +30,14 @@ from nntask.adapters.lora import LoRA, add_adapters
 from nntask.architecture.family_config import ModelConfig
 from nntask.errors import DataError, UsageError
 from nntask.hf.model_directory import ModelDirectory
+from nntask.inference.generator import Generator
+from nntask.inference.sampling import Sampling
 from nntask.models.registry import build, config_from_dict
 from nntask.nn.autograd import Tensor
 from nntask.nn.experts import routed
 from nntask.optim.optimizers import decay_groups
-from nntask.tiling.model_tiling import ModelTiling
-from scheduler import InlineRuntime
+from nntask.tiling.model_tiling import ModelTiling, generation_tiling
+from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor
 
 KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -239,3 +241,26 @@ def test_adapters_leave_routers_and_experts_alone(kind: str) -> None:
     assert not any(".experts." in name or (name.endswith("gate.lora.A") and "gate_proj" not in name) for name in names if "shared" not in name)
     model(**written(model, random_batch(config, 1))).backward()
     assert all(parameter.gradient is None for parameter in model.parameters() if not parameter.trainable)
+
+
+def test_generation_fetches_chosen_experts_only(tmp_path: Path) -> None:
+    """In a quarter of the memory, above files: a token moves at most the weights of the experts that it chose, and all others once."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
+    config = replace(CONFIGS["olmoe"], **sizes, num_experts=16, num_experts_per_tok=2)
+    saved(tmp_path / "model", config)
+    directory, count = ModelDirectory.open(tmp_path / "model"), 24
+    mixture: Any = config.description.stack.blocks[0].feed_forward
+    of_expert, of_all = 4 * mixture.expert.num_parameters(config.n_embd), 4 * config.num_parameters
+    of_others = of_all - config.n_layer * 16 * of_expert
+    with Runtime(1, ram=of_all // 4, disk=tmp_path / "tier") as runtime:
+        model = build(config, generation_tiling(config), runtime, seed=None)
+        directory.attach(model.tensors())
+        model.eval()
+        text = [token for (token,) in Generator(model, runtime, 64).stream([[5]], count, Sampling(temperature=0.0))]
+        stats = runtime.stats()
+    assert len(text) == count
+    chosen = count * config.n_layer * 2 * of_expert
+    moved = sum(nbytes for route, nbytes in stats["moved_bytes"].items() if route.endswith("->ram"))
+    assert moved <= 1.05 * (chosen + count * of_others)
+    assert stats["skipped_tasks"] >= count * config.n_layer * 14
+    assert chosen + count * of_others < count * of_all / 3  # all experts would be far more
