@@ -261,6 +261,6 @@ def test_generation_fetches_chosen_experts_only(tmp_path: Path) -> None:
     assert len(text) == count
     chosen = count * config.n_layer * 2 * of_expert
     moved = sum(nbytes for route, nbytes in stats["moved_bytes"].items() if route.endswith("->ram"))
-    assert moved <= 1.05 * (chosen + count * of_others)
+    assert moved <= 1.05 * (chosen + of_others)
     assert stats["skipped_tasks"] >= count * config.n_layer * 14
-    assert chosen + count * of_others < count * of_all / 3  # all experts would be far more
+    assert chosen + of_others < count * of_all / 5  # all experts would be far more
