@@ -176,7 +176,8 @@ def _factors(layers: dict[str, Linear]) -> set[int]:
 
 def _adaptable(model: LanguageModel) -> dict[str, Linear]:
     """Return the layers that take an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear) and not _is_trained_whole(model, name)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear) and module.takes_adapter}
+    return {name: layer for name, layer in layers.items() if not _is_trained_whole(model, name)}
 
 
 def _adapt(layers: list[Linear], lora: LoRA, site: int) -> None:

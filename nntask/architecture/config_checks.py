@@ -208,6 +208,16 @@ def probability(default: float | None) -> Any:
     return _field(check_probability, default, convert=float)
 
 
+def factor(default: float) -> Any:
+    """Declare a config field: a finite number, 0 or above."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not 0 <= _number(key, value, source, default) < float("inf"):
+            raise UsageError(f"{key} in {source} must be 0 or above, and finite, got {_short(value)}", f'write for example "{key}": {default}')
+
+    return _field(check, default, convert=float)
+
+
 def switch(default: bool | None) -> Any:
     """Declare a config field: true or false."""
     return _field(check_switch, default)
@@ -226,6 +236,16 @@ def token(default: int | None) -> Any:
             raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}", "write for example 0")
 
     return _field(check, default, or_null=True, is_token=True)
+
+
+def layers() -> Any:
+    """Declare a config field: a list of numbers of blocks, or null; empty by default."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not isinstance(value, (list, tuple)) or any(type(layer) is not int or layer < 0 for layer in value):
+            raise UsageError(f"{key} in {source} must be a list of numbers of blocks from 0, got {shown(value)}", "write for example [0]")
+
+    return _field(check, (), convert=tuple)
 
 
 def layer_kinds(kinds: Collection[str]) -> Any:

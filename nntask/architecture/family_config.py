@@ -252,6 +252,11 @@ class ModelConfig:
         """Number of weights; a tied head counts once."""
         return self.description.num_parameters(self.n_embd, self.vocab_size)
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that a token passes through: all but those of experts that are not chosen for it."""
+        return self.num_parameters - self.description.stack.num_idle(self.n_embd)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, which transformers loads."""
         values = {key: value for key, value in asdict(self).items() if value is not None or key not in self.unwritten}

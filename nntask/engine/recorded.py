@@ -144,7 +144,7 @@ def emit_training_step(
     with accumulation():
         for number, given in zip(numbers, inputs, strict=True):
             with contribution(number) if count > 1 else nullcontext():
-                loss = model(**given, scale=1.0 if "factor" in given else 1 / count, minibatch=number)
+                loss = model(**given, scale=1.0 if "factor" in given else 1 / count, share=1 / count, minibatch=number)
                 loss.backward()
             losses.append(loss.data)
     if exchange is not None:

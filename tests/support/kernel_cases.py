@@ -15,9 +15,11 @@ from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
+from tiles.kernels.cpu.experts import expert_scratch_nbytes as expert_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
+from tiles.kernels.cuda.experts import expert_scratch_nbytes as device_expert_scratch
 from tiles.kernels.cuda.tables import head_scratch_nbytes as device_head_scratch
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
@@ -220,6 +222,25 @@ def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how:
         outputs.append(len(given))
         given.append(make(11))
     return [*given, partials], outputs, constants
+
+
+def _choices(make: Maker) -> list[np.ndarray]:
+    """Three of six experts for ten rows, of which no row chooses the last; weights; flags."""
+    choices = np.stack([make.rng.permutation(5)[:3] for _ in range(10)]).astype(np.int32)
+    return [choices.reshape(2, 5, 3), make.positive(2, 5, 3), (np.bincount(choices.reshape(-1), minlength=6) > 0).astype(np.uint8).reshape(1, 1, 6)]
+
+
+def _expert(make: Maker, *, expert: int, backward: bool, first: bool = False, is_frozen: bool = False) -> Case:
+    """One expert with seven features inside; the features of rows are in two tiles."""
+    xs, gates, ups, downs = ([make(*shape) for shape in pair] for pair in (((2, 5, 3), (2, 5, 4)), *[((7, 3), (7, 4))] * 2, ((3, 7), (4, 7))))
+    given = [*xs, *gates, *ups, *downs, *_choices(make)]
+    room = np.empty(max(expert_scratch(10, 7, 7, 8, is_backward=backward), device_expert_scratch(10, 7, 4, is_backward=backward)), np.uint8)
+    if not backward:
+        return [*given, make(2, 5, 3), make(2, 5, 4), room], [], {"num_c": 2, "expert": expert}
+    given += [make(2, 5, 3), make(2, 5, 4), make(2, 5, 3), make(2, 5, 4), make(2, 5, 3)]
+    grads = [] if is_frozen else [make(*w.shape) for w in (*gates, *ups, *downs)]
+    outputs = list(range(len(given), len(given) + len(grads))) if first else []
+    return [*given, *grads, room], outputs, {"num_c": 2, "expert": expert, "accumulate": not first}
 
 
 HEADS = (Head(True, True, True), Head(cap=1.5), Head(has_factor=True), Head(True, True, True, 1.5), Head(has_bias=True))
@@ -448,6 +469,20 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "first_token": [lambda m: ([m(3, 5, 7), m(3, 1, 7)], [1], {})],
     "first_token_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {})],
     "gate": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
+    "balance": [
+        lambda m: ([m(2, 5, 6), _choices(m)[0], np.empty(13)], [2], {"first": True}),
+        lambda m: ([m(2, 5, 6), _choices(m)[0], m.ids(3, 2, 5), np.arange(13.0)], [], {"first": False}),
+    ],
+    "balance_backward": [
+        lambda m: ([m(2, 5, 6), m(6), m(2, 5, 6)], [2], {}),
+        lambda m: ([m(2, 5, 6), m(6), m.ids(3, 2, 5), m(2, 5, 6)], [3], {}),
+    ],
+    "balance_finish": [lambda m: ([np.arange(1.0, 14.0), np.empty(1), m(6)], [1, 2], {"scale": 0.3})],
+    "expert_backward": [
+        lambda m, e=e, f=f, z=z: _expert(m, expert=e, backward=True, first=f, is_frozen=z)
+        for e, f, z in ((1, True, False), (1, False, False), (5, True, False), (2, False, True))
+    ],
+    "expert_forward": [lambda m, e=e: _expert(m, expert=e, backward=False) for e in (1, 5)],
     "gate_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {"kind": k}) for k in KINDS],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [
@@ -558,6 +593,12 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "row_squares": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [2], {"width": 70, "accumulate": False}),
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"width": 70, "accumulate": True}),
+    ],
+    "route": [lambda m, n=n: ([m(2, 5, 6), *(np.empty_like(each) for each in _choices(m))], [2], {"renormalises": n}) for n in (False, True)],
+    "route_backward": [lambda m, n=n: ([m(2, 5, 6), _choices(m)[0], m(2, 5, 3), m(2, 5, 6)], [3], {"renormalises": n}) for n in (False, True)],
+    "row_gate": [lambda m: ([m(2, 5, 1), m(2, 5, 33), m(2, 5, 33)], [2], {})],
+    "row_gate_backward": [
+        lambda m, f=f: ([m(2, 5, 1), m(2, 5, 33), m(2, 5, 33), m(2, 5, 33), m(2, 5, 1)], [3, 4] if f else [3], {"first": f}) for f in (True, False)
     ],
     "row_sums": [lambda m: ([m(2, 9, 33), m(2, 9)], [1], {"accumulate": False}), lambda m: ([m(2, 9, 33), m(2, 9)], [], {"accumulate": True})],
     "scale": [lambda m: ([m(5, 7), m(5, 7)], [1], {"alpha": 0.25})],

@@ -22,6 +22,7 @@ from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as atten
 from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
+from tiles.kernels.cpu.experts import expert_scratch_nbytes as expert_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
@@ -185,6 +186,36 @@ def _head(m: Maker, *, backward: bool, how: Head = PLAIN) -> Call:
         given += [5 * m.column(), *([m(1)] if how.has_factor else []), np.zeros_like(x), np.zeros_like(w), *([m(vocab)] if how.has_dbias else [])]
         return [*given, partials], {**constants, "scale": 0.5, "accumulate": True}
     return [*given, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
+
+
+def _choices(m: Maker) -> list[np.ndarray]:
+    """Two of eight experts for each row; weights; flags."""
+    choices = np.stack([np.zeros(m.rows, np.int32), 1 + np.arange(m.rows, dtype=np.int32) % 7], axis=-1)[None]
+    return [choices, m(1, m.rows, 2), np.ones((1, 1, 8), np.uint8)]
+
+
+def _expert(m: Maker, *, backward: bool) -> Call:
+    """All rows choose the expert; the wide shape is a large expert."""
+    width, inner = (512, 512) if m.rows == 512 else (32, 50257) if m.rows == 6 else (32, 6)
+    x, gate, up, down = m(1, m.rows, width), m(inner, width), m(inner, width), m(width, inner)
+    room = np.empty(expert_scratch(m.rows, width, inner, m.dtype.itemsize, is_backward=backward), np.uint8)
+    given, constants = [x, gate, up, down, *_choices(m)], {"num_c": 1, "expert": 0}
+    if not backward:
+        return [*given, np.zeros_like(x), room], constants
+    gradients = [np.zeros_like(array) for array in (x, given[5], gate, up, down)]
+    return [*given, m(1, m.rows, width), *gradients, room], {**constants, "accumulate": True}
+
+
+def _scores(m: Maker) -> np.ndarray:
+    """Scores of 512 experts, or of as many as make the tile large enough."""
+    return m(1, max(m.rows, 512), 768 if m.rows < 50257 else 6)
+
+
+def _routing(m: Maker) -> list[np.ndarray]:
+    """Scores, choices of two experts, weights and flags."""
+    scores = _scores(m)
+    count, experts = scores.shape[1:]
+    return [scores, np.zeros((1, count, 2), np.int32), m(1, count, 2), np.zeros((1, 1, experts), np.uint8)]
 
 
 def _norm_backward(m: Maker, rms: bool, residual: bool = True) -> Call:
@@ -379,6 +410,11 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "gate": _each(KINDS, 3),
     "gate_backward": _each(KINDS, 5),
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
+    "balance": [lambda m: ([*_routing(m)[:2], np.zeros(2 * _scores(m).shape[-1] + 1)], {"first": False})],
+    "balance_backward": [lambda m: ([_scores(m), m(_scores(m).shape[-1]), _scores(m)], {})],
+    "balance_finish": [lambda m: ([np.ones(2 * m.columns + 1), np.empty(1), m.row()], {"scale": 0.5})],
+    "expert_backward": [lambda m: _expert(m, backward=True)],
+    "expert_forward": [lambda m: _expert(m, backward=False)],
     "gram": [lambda m, t=t: ([m(512, 512), m(512, 512)], {"trans": t, "alpha": 1.0, "accumulate": False}) for t in (False, True)],
     "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
@@ -425,6 +461,10 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
     "row_squares": [lambda m: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"width": 70, "accumulate": True})],
+    "route": [lambda m: (_routing(m), {"renormalises": True})],
+    "route_backward": [lambda m: ([*_routing(m)[:3], _scores(m)], {"renormalises": True})],
+    "row_gate": [lambda m: ([m.column()[..., None], m.tile(), m.tile()], {})],
+    "row_gate_backward": [lambda m: ([m.column()[..., None], *(m.tile() for _ in range(3)), m.column()[..., None]], {"first": False})],
     "row_sums": [lambda m, a=a: ([m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
     "scale": _tiles(2, alpha=0.25),
     "select_rows": [lambda m: _select(m, 1), lambda m: _select(m, m.rows)],
@@ -437,7 +477,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
 }
 
 
-SMALL = {"sum_scalars", "norm_finish", "head_finish", "attention_delta"}
+SMALL = {"balance_finish", "sum_scalars", "norm_finish", "head_finish", "attention_delta"}
 """Operations on numbers or on rows only: in some shapes all their tiles stay below `WHOLE`."""
 
 

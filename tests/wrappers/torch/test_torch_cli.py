@@ -306,12 +306,12 @@ def test_a_pickle_is_converted_by_the_command_that_is_printed(here: Path, capsys
 
 def test_weights_that_a_family_stores_otherwise(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts that files have one by one and the module as one tensor are refused with the command that writes them anew, which is then read."""
-    write_language_model(folder / "mixtral", "mixtral")
+    write_language_model(folder / "flex_olmo", "flex_olmo")
     capsys.readouterr()
-    code, err = refuse(capsys, ["plan", "--init-from=mixtral", *FLAGS])
+    code, err = refuse(capsys, ["plan", "--init-from=flex_olmo", *FLAGS])
     assert (code, "in another layout than the module has" in err, "save_original_format=False" in err) == (4, True, True), err
-    hf.AutoModelForCausalLM.from_pretrained("mixtral").save_pretrained("mixtral", save_original_format=False)
-    assert main(["plan", "--init-from=mixtral", *FLAGS]) == 0
+    hf.AutoModelForCausalLM.from_pretrained("flex_olmo").save_pretrained("flex_olmo", save_original_format=False)
+    assert main(["plan", "--init-from=flex_olmo", *FLAGS]) == 0
     write_language_model(folder / "marian", "marian")
     capsys.readouterr()
     code, err = refuse(capsys, ["plan", "--init-from=marian", *FLAGS])

@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     cache,
     elementwise,
     embedding,
+    experts,
     loss,
     matmul,
     moments,

@@ -21,7 +21,9 @@ from .array import DeviceArray
 from .library_attention import WholeShape
 
 SOURCES: Final = Path(__file__).parent / "source"
-NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "flash_dropout", "flash_options", "pages")
+NAMES: Final = (
+    "elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "flash_dropout", "flash_options", "pages", "experts",
+)  # fmt: skip
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
 _ROW_THREADS: Final = 132 * 1024
