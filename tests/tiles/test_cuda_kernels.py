@@ -18,7 +18,7 @@ from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu.loss import loss_scratch_nbytes
-from tiles.kernels.cuda import launch
+from tiles.kernels.cuda import launch, norm
 from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import Head
@@ -164,10 +164,15 @@ def test_patterns_over_several_blocks(dtype: type, size: int, causal: bool, name
 @needs_compiler
 @ORDERS
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("width", "accumulate"), [(5, True), (8, False), (136, True)])
-def test_sums_over_many_rows(width: int, accumulate: bool, dtype: type, backwards: bool, emulator: Emulator) -> None:
-    """Arrays with several pieces of rows: columns one at a time and four at a time, also more than a block of threads has."""
+@pytest.mark.parametrize(
+    ("width", "accumulate", "most_shared"), [(5, True, 1 << 16), (8, False, 1 << 16), (136, True, 1 << 16), (136, True, 0), (5, False, 0)]
+)
+def test_sums_over_many_rows(
+    width: int, accumulate: bool, most_shared: int, dtype: type, backwards: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays with several pieces of rows: columns one at a time and four at a time, also more than a block of threads or shared memory has."""
     emulator.backwards = backwards
+    monkeypatch.setattr(norm, "SHARED_SUMS_NBYTES", most_shared)
     make = Maker(np.float32)
     x, dy, dx, gamma = (make(1, 301, width).astype(dtype) for _ in range(4))
     mean, rstd, first, second = make(1, 301), make.positive(1, 301), make(width), make(width)

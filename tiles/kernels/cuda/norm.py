@@ -14,6 +14,10 @@ from .many import LANES, groups_of, pieces_of
 
 _source = KernelSource("norm")
 _FLOAT: Final = np.dtype(np.float32)
+
+SHARED_SUMS_NBYTES: Final = 64 << 10
+"""Largest sums of columns that gradients of norms keep in shared memory, of which each GPU supported has more; wider ones are slower."""
+
 Sums = tuple[DeviceArray, bool]
 """An array for sums of columns, and whether they are added to its numbers."""
 
@@ -156,9 +160,11 @@ def _norm_backward(
     pieces, num_sums = pieces_of(num_rows, width), 2 if sums is None else 3
     partial = device().partials.at(_FLOAT, pieces, LANES, num_sums, width)
     dy, second, third = [*slopes, None, None][:3]
-    numbers = (np.float32(offset), np.int32(num_rows), np.int32(width), np.int32(num_sums))
+    is_shared = 4 * num_sums * width <= SHARED_SUMS_NBYTES
+    numbers = (np.float32(offset), np.int32(num_rows), np.int32(width), np.int32(num_sums), np.int32(is_shared))
     arrays = (x, gamma, mean, rstd, dy, second, third, extra, dx, partial)
-    _source.start("norm_backward", x.dtype, *arrays, *numbers, grid=(pieces * LANES, 1, 1), threads=threads, shared=4 * (32 + num_sums * width))
+    shared = 4 * (32 + is_shared * num_sums * width)
+    _source.start("norm_backward", x.dtype, *arrays, *numbers, grid=(pieces * LANES, 1, 1), threads=threads, shared=shared)
     _add_partial_sums(partial, dgamma, dbeta, accumulate, sums)
 
 

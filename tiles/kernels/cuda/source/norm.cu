@@ -122,20 +122,22 @@ __device__ inline void norm_backward_rows(
 }
 
 // dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ extra], g = dy (gamma + offset); without mean: RMS norm. A block has one lane of a piece of the rows,
-// and writes the sums of dy xhat, dy and, if there are three of them, dx over its rows to partial (pieces, LANES, num_sums, width).
+// and writes the sums of dy xhat, dy and, if there are three of them, dx over its rows to partial (pieces, LANES, num_sums, width). They are kept in
+// shared memory until then, or in partial itself if `is_shared` is 0.
 KERNEL norm_backward(
     const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *second, const T *third, const T *extra, T *dx, float *partial,
-    float offset, int num_rows, int width, int num_sums) {
+    float offset, int num_rows, int width, int num_sums, int is_shared) {
     SHARED(float, buffer);
-    float *sums = buffer + 32;
+    float *own = partial + (long long)blockIdx.x * num_sums * width, *sums = is_shared ? buffer + 32 : own;
     int piece = blockIdx.x / LANES, num_pieces = gridDim.x / LANES;
     int first = first_of_piece(num_rows, piece, num_pieces) + blockIdx.x % LANES, end = first_of_piece(num_rows, piece + 1, num_pieces);
     if (width % WIDE == 0 && are_aligned(x, gamma, dy, second, third, extra, dx))
         norm_backward_rows<WIDE>(x, gamma, mean, rstd, dy, second, third, extra, dx, sums, offset, first, end, width, num_sums > 2, buffer);
     else
         norm_backward_rows<1>(x, gamma, mean, rstd, dy, second, third, extra, dx, sums, offset, first, end, width, num_sums > 2, buffer);
+    if (!is_shared) return;
     __syncthreads();
-    for (int j = threadIdx.x; j < num_sums * width; j += blockDim.x) partial[(long long)blockIdx.x * num_sums * width + j] = sums[j];
+    for (int j = threadIdx.x; j < num_sums * width; j += blockDim.x) own[j] = sums[j];
 }
 EXPORT(norm_backward)
 
