@@ -53,6 +53,7 @@ class Conditions:
         self.num_skipped += 1
         for handle, mode in task.accesses:
             handle.num_uses -= 1
+            self._replicas.enter_anew(handle)
             if mode == W:
                 self._losses.lose(handle, f"{task.spec.name}, which writes it, was skipped", actions)
             if handle.released and not handle.num_uses:

@@ -221,6 +221,7 @@ class Machine:
         has_several = replicas.has_several
         if task.spec.condition is not None and task.spec.condition.flags >= 0:
             task.accesses[task.spec.condition.flags][0].flags = event.flags
+            replicas.num_decisions += 1
         if task.step is not None:
             task.step.done[task.position] = 1
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
