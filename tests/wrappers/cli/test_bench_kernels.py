@@ -71,7 +71,7 @@ def test_moved_bytes_count_each_direction_once() -> None:
     tokens, table, x = (handle for handle, _ in tasks["embedding"].accesses)
     rows = tokens.spec.nbytes // 4 * table.spec.view.shape[1] * 4
     assert rows < table.spec.nbytes
-    assert moved_bytes(tasks["embedding"]) == tokens.nbytes + rows + x.nbytes
+    assert moved_bytes(tasks["embedding"]) == tokens.spec.nbytes + rows + x.spec.nbytes
 
 
 def test_kinds_differ_in_shape_mode_or_work() -> None:
