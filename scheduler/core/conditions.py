@@ -31,6 +31,13 @@ class Conditions:
         self.skipped: deque[tuple[Task, Worker | None]] = deque()
         self.num_skipped = 0
 
+    def note_flags(self, task: Task, flags: bytes | None) -> None:
+        """Note the flags that a finished task has written, if it writes any."""
+        condition = task.spec.condition
+        if condition is not None and condition.flags >= 0:
+            task.accesses[condition.flags][0].flags = flags
+            self._replicas.num_decisions += 1
+
     def skips(self, task: Task, worker: Worker | None) -> bool:
         """Return whether a task without unfinished predecessors is skipped; if so, queue it. `worker` ran the last of them."""
         condition = task.spec.condition
@@ -53,6 +60,7 @@ class Conditions:
         self.num_skipped += 1
         for handle, mode in task.accesses:
             handle.num_uses -= 1
+            self._replicas.enter_anew(handle)
             if mode == W:
                 self._losses.lose(handle, f"{task.spec.name}, which writes it, was skipped", actions)
             if handle.released and not handle.num_uses:

@@ -101,7 +101,7 @@ Make = Callable[[int, "ScratchView", DataClass], HandleRecord]
 
 @dataclass(frozen=True, slots=True)
 class HostScratch:
-    """PlannedLaunch of inner data in host memory.
+    """Start of inner data in host memory.
 
     Attributes:
         memory: memory of the node.

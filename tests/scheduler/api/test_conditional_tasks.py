@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Mixture:
 
     def __init__(self, runtime: TaskRuntime) -> None:
         self.runtime = runtime
+        self.flags: Any = None
         self.token = self.handle("token")
         self.out = self.handle("out")
         self.weights = [self.handle(f"weight {expert}") for expert in range(NUM_EXPERTS)]
@@ -167,9 +169,9 @@ def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:
 @pytest.mark.parametrize(
     ("accesses", "condition", "message"),
     [
-        ([("flags", "W"), ("out", "RW")], Condition(guard=0), "flag is read, must exist with mode R, got W"),
+        ([("flags", "W"), ("out", "RW")], Condition(guard=0), "the flag that it reads, must exist with mode R, got W"),
         ([("flags", "R")], Condition(guard=1), "must exist with mode R, got none"),
-        ([("flags", "R")], Condition(flags=0), "flags are written, must exist with mode W or RW, got R"),
+        ([("flags", "R")], Condition(flags=0), "the flags that it writes, must exist with mode W or RW, got R"),
         ([("flags", "R"), ("out", "REDUX")], Condition(guard=0), "fill the data first, and use RW"),
     ],
 )
@@ -181,3 +183,50 @@ def test_conditions_that_do_not_match_the_accesses_are_refused(accesses: list, c
             runtime.submit(Codelet("any", cpu=lambda *views: None), [(data[name], mode) for name, mode in accesses], condition=condition)
         if isinstance(runtime, Runtime):
             runtime.close()
+
+
+def mixtures() -> Iterator[Mixture]:
+    """A mixture whose flags are written, on both runtimes."""
+    for runtime in (InlineRuntime(), Runtime(1, ram=MIB)):
+        mixture = Mixture(runtime)
+        mixture.flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+        runtime.submit(CHOOSE, [(mixture.token, "R"), (mixture.flags, "W")], condition=Condition(flags=1))
+        yield mixture
+        if isinstance(runtime, Runtime):
+            runtime.close()
+
+
+@pytest.mark.parametrize("number", [-1, NUM_EXPERTS])
+def test_a_number_without_a_flag_is_refused(number: int) -> None:
+    """Before the task is submitted."""
+    for mixture in mixtures():
+        with pytest.raises(ValueError, match=f"a flag of {NUM_EXPERTS}, numbered from 0, got number {number}"):
+            mixture.runtime.submit(
+                APPLY, [(mixture.flags, "R"), (mixture.weights[0], "R"), (mixture.out, "RW")], condition=Condition(guard=0, number=number)
+            )
+
+
+def test_flags_have_one_kind_of_writer() -> None:
+    """Other tasks and the program may not write them, and data that nobody wrote flags to is no guard."""
+    for mixture in mixtures():
+        with pytest.raises(ValueError, match=r"'flags'.* has flags of conditional tasks"):
+            mixture.runtime.submit(FILL, [(mixture.flags, "W")], {"value": 1})
+        with pytest.raises(ValueError, match=r"'flags'.* has flags of conditional tasks"), mixture.runtime.acquire(mixture.flags, "W"):
+            pass
+        other = mixture.runtime.handle(NUM_EXPERTS, Flags(), name="other")
+        with pytest.raises(ValueError, match="no task has written flags"):
+            mixture.runtime.submit(APPLY, [(other, "R"), (mixture.out, "RW")], condition=Condition(guard=0))
+
+
+def test_a_view_that_fails_fails_its_task_alone() -> None:
+    """An error in a program's view is that of the task, and the runtime goes on."""
+
+    def broken(memory: Any, offset: int) -> Any:
+        raise ZeroDivisionError("planted")
+
+    with Runtime(1, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        runtime.submit(FILL, [(runtime.handle(8, broken, name="broken"), "W")], {"value": 1.0})
+        with pytest.raises(TaskError, match="planted"):
+            runtime.wait()
+        assert mixture.result()[0] == 2.0

@@ -91,26 +91,28 @@ def planned_share(run: RunConfig, shard: DataShard, transport: Transport | None,
     with no_collections():
         step = capture(run, frozen_base=run.start.frozen_base, share=None if transport is None else (shard, transport))
         try:
-            order = order_on(step.plan, run.step.order, target, target.policy, AUTO if run.step.recompute == AUTO else NONE)
+            recompute = AUTO if run.step.recompute == AUTO else NONE
+            order = order_on(step.plan, run.step.order, target.without(step.reading), target.policy, recompute)
         except ValueError as error:
             raise UsageError(f"on worker {worker} {error}") from error
-    check_memory(order.plan, run, worker)
+    check_memory(order.plan, run, worker, step.reading)
     assert step.symbols is not None  # the model is made of tiles
     return PlannedStep(order, step.symbols)
 
 
-def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
+def check_memory(plan: StepPlan, run: RunConfig, worker: str, reading: int) -> None:
     """Refuse a step with a budget below its minimum, at which tasks and exchanges get their memory one after another.
 
     Args:
         plan: tasks of the step.
         run: settings of the run, with the node's budgets.
         worker: address of the node's worker, for messages.
+        reading: bytes of host memory that readers of files need.
 
     Raises:
         DoesNotFit: a budget of this node is too small.
     """
-    target, needs = this_machine(run.machine), needs_of(plan)
+    target, needs = this_machine(run.machine), needs_of(plan, reading=reading)
     if not needs.fit(target):
         smaller = "" if run.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
         lack = shortage(target, needs)
