@@ -14,7 +14,7 @@ from support.cuda_emulator import COMPILER, Emulator, on_device
 from scheduler import InlineRuntime
 from tiles import TileTensor
 from tiles.kernels.catalog import kernel
-from tiles.kernels.reference.moments import BLOCK, SIGNED, UNSIGNED, decode, encode, num_blocks
+from tiles.kernels.reference.moments import BLOCK, SIGNED, UNSIGNED, decode, encode, midpoints, num_blocks
 from tiles.ops import optimizer
 from tiles.ops.elementwise import fill
 
@@ -71,6 +71,25 @@ def test_fast_codes_are_those_of_the_reference(shape: tuple[int, int]) -> None:
     kernel("adam8bit", "cpu")(*wide, hyper(3), **OPTIONS)
     same_codes(want, fast)
     same_codes(want, wide)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_fast_codes_are_the_nearest_on_both_sides_of_every_limit(sign: int) -> None:
+    """First moments at limits between codes and next to them, squares of all magnitudes; a negative number at a limit may get either code."""
+    limits = np.concatenate([midpoints(table[table >= 0]) for table in (SIGNED, UNSIGNED)])
+    edges = np.concatenate([limits, np.nextafter(limits, np.float32(2)), np.nextafter(limits, np.float32(0))])
+    values = np.concatenate([edges, np.sqrt(edges), 2.0 ** -np.arange(20, 70), [0.0]]).astype(np.float32)
+    grad = np.ones((-(-values.size // 255), BLOCK), np.float32)  # column 0 makes every scale 1
+    grad[:, 1:] = sign * np.resize(values, (grad.shape[0], 255))
+    given = [np.zeros_like(grad), grad, *(part for _ in range(2) for part in (np.zeros(grad.shape, np.uint8), np.zeros(grad.shape[0], np.float32)))]
+    want, have = [array.copy() for array in given], [array.copy() for array in given]
+    options = np.array([[0.01, 1.0, 1.0, 0.0, 0.0, 1e-8, 0.0, 0.0]])  # betas of 0: moments are the gradient and its square
+    kernel("adam8bit", "reference")(*want, options, **OPTIONS)
+    kernel("adam8bit", "cpu")(*have, options, **OPTIONS)
+    at_limit = np.isin(-grad, limits)
+    np.testing.assert_array_equal(have[2][~at_limit], want[2][~at_limit])
+    np.testing.assert_array_equal(have[4], want[4])
+    assert len(np.unique(have[4])) > 250
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
