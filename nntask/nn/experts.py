@@ -85,9 +85,7 @@ def balance_loss(layers: Sequence[Routed], documents: TileTensor | None, *, scal
         UsageError: the tape is on, but was off when tokens were routed, for example inside `checkpoint`.
     """
     if tape_enabled() and not all(each.has_tape for each in layers):
-        raise UsageError(
-            "the load-balancing loss needs routing with the tape on, got routing inside checkpoint() or no_grad()", "route outside them"
-        )
+        raise UsageError("the load-balancing loss needs routing with the tape on, got routing inside checkpoint() or no_grad()", "route outside them")
     logits, choices, edges = [each.logits.data for each in layers], [each.routing.choices for each in layers], [each.logits.edge for each in layers]
     loss, slopes = expert_ops.balance(logits, choices, documents, scale=scale)
 
