@@ -49,7 +49,7 @@ def _forward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     """Return the operations of three products for all rows."""
     given = expert_forward_tiles(views, constants["num_c"])
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
-    return 6.0 * prod(given.choices.shape[:-1]) * width * inner
+    return float(6.0 * prod(given.choices.shape[:-1]) * width * inner)
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
