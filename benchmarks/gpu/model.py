@@ -5,7 +5,7 @@
 A launch takes at least the longest of three times: its bytes at the memory's speed, its flops at the speed of tensor cores, and its instructions at
 the speed at which schedulers issue them. The expected time adds the time between two launches. A product does not hide the writes of its result.
 The model has no term for waiting: blocks that wait for one number after another take longer. With `--calibrate` the model for an H200 is compared
-with the times of single kernels that `make first-card` has measured there, if sources are still those that were measured.
+with the times of single kernels that `make first-card` has measured there. It does not check whether these sources are the measured ones.
 """
 
 from __future__ import annotations

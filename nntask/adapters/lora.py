@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tiles import TileTensor
 
+from ..architecture.description import MixtureShape
 from ..architecture.family_config import ModelConfig
 from ..architecture.names import is_of_head
 from ..errors import UsageError
@@ -85,7 +86,10 @@ def _is_trained_whole(model: LanguageModel, name: str) -> bool:
 
 def largest_rank(config: ModelConfig) -> int:
     """Return the largest rank for a model: the smallest dimension of its adapted matrices, beyond which the product has no lower rank."""
-    return min(config.n_embd, config.inner_size, config.n_head * config.head_size, config.n_kv_head * config.head_size)
+    inner = [block.feed_forward for block in config.description.stack.blocks]
+    adapted_layers = [layer.shared if isinstance(layer, MixtureShape) else layer for layer in inner]  # experts have no adapters
+    widths = [layer.inner_size for layer in adapted_layers if layer is not None]
+    return min(config.n_embd, *widths, config.n_head * config.head_size, config.n_kv_head * config.head_size)
 
 
 def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:

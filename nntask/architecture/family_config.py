@@ -66,7 +66,11 @@ class ModelConfig:
         self._check(values, "the config")
         for f in fields(self):
             convert, value = f.metadata.get("convert"), values[f.name]
-            object.__setattr__(self, f.name, value if convert is None or value is None else convert(value))
+            if value is None:
+                value = f.metadata.get("null")
+            elif convert is not None:
+                value = convert(value)
+            object.__setattr__(self, f.name, value)
 
     @classmethod
     def _check(cls, values: dict[str, Any], source: str) -> None:

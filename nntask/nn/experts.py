@@ -12,7 +12,7 @@ from tiles import TileTensor
 from tiles.ops import experts as expert_ops
 
 from ..errors import UsageError
-from .autograd import Gradients, Tensor, accumulator_of, add_to, on_tape, only
+from .autograd import Gradients, Tensor, accumulator_of, add_to, on_tape, only, tape_enabled
 
 
 class Routed(NamedTuple):
@@ -22,11 +22,13 @@ class Routed(NamedTuple):
         logits: (B, T, E), scores of the experts.
         weights: (B, T, K), weights of the chosen experts.
         routing: choices, weights and flags.
+        has_tape: whether the tape was on, without which the load-balancing loss has no gradient.
     """
 
     logits: Tensor
     weights: Tensor
     routing: expert_ops.Routing
+    has_tape: bool
 
 
 def routed(logits: Tensor, num_chosen: int, *, renormalises: bool) -> Routed:
@@ -37,7 +39,7 @@ def routed(logits: Tensor, num_chosen: int, *, renormalises: bool) -> Routed:
     def backward(gradients: Gradients) -> None:
         add_to([edge], [expert_ops.route_backward(scores, choices, only(gradients), renormalises=renormalises)])
 
-    return Routed(logits, on_tape("routed", [logits], [routing.weights], backward)[0], routing)
+    return Routed(logits, on_tape("routed", [logits], [routing.weights], backward)[0], routing, tape_enabled())
 
 
 def mixture(x: Tensor, chosen: Routed, experts: Sequence[Sequence[Tensor]], y: Tensor | None = None) -> Tensor:
@@ -46,16 +48,24 @@ def mixture(x: Tensor, chosen: Routed, experts: Sequence[Sequence[Tensor]], y: T
     Args:
         experts: gate (I, C), up (I, C) and down (C, I) of each expert.
         y: (B, T, C), to which the sum is added in place; no backward function may need it. None for none.
+
+    Raises:
+        UsageError: only one or two matrices of an expert are learnt.
     """
     matrices = [expert_ops.Expert(*(matrix.data for matrix in expert)) for expert in experts]
-    edges = [[matrix.edge for matrix in expert] for expert in experts]
+    edges = [[matrix.edge for matrix in expert if matrix.edge is not None] for expert in experts]
+    for number, learnt in enumerate(edges):
+        if tape_enabled() and len(learnt) not in (0, 3):
+            raise UsageError(
+                f"all three matrices of an expert must be learnt or none, got {len(learnt)} of 3 in expert {number}", "freeze them together"
+            )
     x_data, routing, x_edge, weights_edge, y_edge = x.data, chosen.routing, x.edge, chosen.weights.edge, None if y is None else y.edge
 
     def backward(gradients: Gradients) -> None:
         dy = only(gradients)
         if y_edge is not None:
             y_edge.add(dy)
-        totals = [expert_ops.Expert(*map(accumulator_of, learnt)) if len(learnt := [e for e in each if e]) == 3 else None for each in edges]
+        totals = [expert_ops.Expert(*map(accumulator_of, learnt)) if learnt else None for learnt in edges]
         dx, dweights = expert_ops.experts_backward(x_data, routing, matrices, dy, totals)
         add_to([weights_edge, x_edge], [dweights, dx])
 
@@ -70,7 +80,12 @@ def balance_loss(layers: Sequence[Routed], documents: TileTensor | None, *, scal
 
     Args:
         documents: (B, T) int32; tokens of document 0 are padding and do not count. None if all count.
+
+    Raises:
+        UsageError: the tape is on, but was off when tokens were routed, for example inside `checkpoint`.
     """
+    if tape_enabled() and not all(each.has_tape for each in layers):
+        raise UsageError("the load-balancing loss needs routing with the tape on, got routing inside checkpoint() or no_grad()", "route outside them")
     logits, choices, edges = [each.logits.data for each in layers], [each.routing.choices for each in layers], [each.logits.edge for each in layers]
     loss, slopes = expert_ops.balance(logits, choices, documents, scale=scale)
 

@@ -22,7 +22,7 @@ from .optimizers import Group, Optimizer, Options, Tiles, decay_groups
 
 
 class MatrixPiece(NamedTuple):
-    """MatrixPiece of a matrix that a parameter is.
+    """Place of a parameter in a matrix.
 
     Args:
         matrix: name of the matrix.
@@ -89,6 +89,20 @@ class Muon(Optimizer):
     def whole(self) -> Mapping[str, str]:
         """Parameters that are updated as a whole, each with the name of its matrix."""
         return {name: piece.matrix for name, piece in self._pieces.items()}
+
+    def take_gradients(self) -> list[tuple[Parameter, TileTensor, Group]]:
+        """Return what `Optimizer.take_gradients` returns.
+
+        Raises:
+            UsageError: no parameter has a gradient, or some pieces of a matrix lack theirs.
+        """
+        present = Counter(self._pieces[p.name].matrix for p in self._parameters() if p.name in self._pieces and p.gradient is not None)
+        if matrix := next((matrix for matrix, count in present.items() if count < self._counts[matrix]), None):
+            raise UsageError(
+                f"Muon updates whole matrices, got gradients of {present[matrix]} of the {self._counts[matrix]} pieces of {matrix}",
+                "freeze all of them, or create the optimizer after freezing some",
+            )
+        return super().take_gradients()
 
     def _new_state(self, parameter: Parameter, kind: str) -> TileTensor | None:
         if kind != "master" and (kind == "momentum") != (parameter.name in self._pieces):

@@ -250,13 +250,20 @@ def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emula
 
 @needs_compiler
 def test_nan_is_kept(emulator: Emulator) -> None:
-    """One NaN in a row of scores reaches the row's statistics, whatever comes after it."""
+    """One NaN in a row of scores reaches the row's statistics, weights and gradients, whatever comes after it."""
     s, peak, total = np.zeros((1, 1, 2, 40), np.float32), np.zeros((1, 1, 2), np.float32), np.zeros((1, 1, 2), np.float32)
     s[..., 1, 7] = np.nan
     for first in (True, False):
         kernel("attention_lse", "cuda")(*map(on_device, (s, peak, total, np.empty(1, np.uint8))), first=first)
         s[..., 1, :] = 0
         assert np.isnan(total).tolist() == [[[False, True]]]
+    logits, choices, weights = np.zeros((1, 6), np.float32), np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32)
+    logits[0, 5], slopes = np.nan, np.zeros_like(logits)
+    for renormalises in (True, False):
+        kernel("route", "cuda")(*map(on_device, (logits, choices, weights, np.empty((1, 6), np.uint8))), renormalises=renormalises)
+        kernel("route_backward", "cuda")(*map(on_device, (logits, choices, np.ones_like(weights), slopes)), renormalises=renormalises)
+        assert np.isnan(weights).all()
+        assert np.isnan(slopes).all()
 
 
 @needs_compiler

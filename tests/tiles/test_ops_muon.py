@@ -181,6 +181,18 @@ def test_masters_carry_what_bf16_loses() -> None:
     np.testing.assert_array_equal(param.read(), master.read().astype(ml_dtypes.bfloat16))
 
 
+def test_pieces_in_different_tiles_are_refused() -> None:
+    """The Gram matrix has the tiles of the axis that the pieces share."""
+    runtime, updates, buffers = InlineRuntime(), [], []
+    hyper = data(runtime, (-1, -1), np.zeros((1, 8)))
+    for tile in ((4, 4), (4, 3)):
+        param = data(runtime, tile, np.ones((6, 8), np.float32))
+        updates.append(optimizer.Update(param=param, grad=fill(param.like(), 1.0), hyper=hyper))
+        buffers.append(fill(param.like(), 0.0))
+    with pytest.raises(ValueError, match="must have the same extent and tile, got 8 by 4 and 8 by 3"):
+        muon(updates, buffers, NewtonSchulz(), axis=0)
+
+
 def test_parts_of_a_matrix_are_refused() -> None:
     """An update of some tiles would orthogonalise another matrix; a vector has no singular values."""
     pair = Pair((20, 30), (16, 16))

@@ -64,7 +64,7 @@ BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu", "tanh")
 _kernels: dict[tuple[str, Backend], Kernel] = {}
 _activations: dict[str, Activation] = {}
 _native: dict[str, Native] = {}
-_flops: dict[str, FlopCount] = {}
+_flops: dict[tuple[str, Backend], FlopCount] = {}
 _many: dict[Kernel, Many] = {}
 _chains: dict[Kernel, list[KernelChain]] = {}
 
@@ -78,7 +78,8 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
     Args:
         op: name of the operation.
         backend: "reference", "cpu" or "cuda".
-        flops: function of the tiles' views (objects with ``shape``) and the constants that returns the number of floating-point operations.
+        flops: function of the tiles' views (objects with ``shape``) and the constants that returns the number of floating-point operations. Without
+            it, the count of another backend is used.
         is_bounded: whether the kernel uses none of NumPy's buffers; a CPU kernel then avoids the 3 us that limiting them takes.
     """
 
@@ -90,7 +91,7 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
                 del _kernels[op, "cuda"]
         _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel
         if flops is not None:
-            _flops[op] = flops
+            _flops[op, backend] = flops
         return kernel
 
     return enter
@@ -205,6 +206,7 @@ def registered_operations(backend: Backend) -> list[str]:
     return sorted(op for op, where in _kernels if where == backend)
 
 
-def registered_flops(op: str) -> FlopCount | None:
-    """Return the function that counts floating-point operations of operation `op`; None if none is registered."""
-    return _flops.get(op)
+def registered_flops(op: str, backend: Backend) -> FlopCount | None:
+    """Return the function that counts floating-point operations of operation `op` on `backend`; None if none is registered for any backend."""
+    order: tuple[Backend, ...] = (backend, "cpu", "cuda", "reference")
+    return next((_flops[op, each] for each in order if (op, each) in _flops), None)

@@ -151,7 +151,7 @@ def balance(
     """
     first, num_experts = logits[0], logits[0].shape[-1]
     dtype = np.float64 if first.dtype == np.float64 else np.float32
-    sums = TileTensor(first.runtime, (2 * num_experts + 1,), (-1,), np.float64, name="flags of experts")
+    sums = TileTensor(first.runtime, (2 * num_experts + 1,), (-1,), np.float64, name="sums of loads")
     loss = TileTensor(first.runtime, (1,), (1,), np.float64, name="load-balancing loss")
     slopes = TileTensor(first.runtime, (num_experts,), (-1,), dtype, name="slopes of experts")
     layers = zip(logits, choices, strict=True)

@@ -21,7 +21,7 @@ from scheduler import RW, Access, Handle, R, W
 
 from ..emission import emit, emit_on_cpu
 from ..tensor import TileTensor
-from .grid import chained, same_tiling
+from .grid import chained, same_axis, same_tiling
 from .optimizer import Update, squares_of_tiles, sum_squares
 
 
@@ -58,7 +58,7 @@ def muon(updates: Sequence[Update], buffers: Sequence[TileTensor], options: Newt
         axis: axis along which pieces are concatenated.
 
     Raises:
-        ValueError: a parameter is not a matrix, or only some of its tiles are to be updated.
+        ValueError: a parameter is not a matrix, only some of its tiles are to be updated, or pieces are cut differently along the other axis.
     """
     pieces = list(zip(updates, buffers, strict=True))
     for update, buffer in pieces:
@@ -67,15 +67,17 @@ def muon(updates: Sequence[Update], buffers: Sequence[TileTensor], options: Newt
             raise ValueError(f"Muon updates whole matrices, got {update.param!r} with tiles {'all' if tiles is None else list(tiles)}")
         same_tiling(update.param, update.grad, buffer)
         update.check_master()
+    shape = [*updates[0].param.shape]
+    shape[axis] = sum(update.param.shape[axis] for update in updates)
+    inner = 1 - axis if len(pieces) > 1 else int(shape[0] > shape[1])
+    for update in updates:
+        same_axis(updates[0].param, inner, update.param, inner)
     tasks = _Tasks(updates[0])
     directions = [_averaged(update, buffer, options) for update, buffer in pieces]
     total = _sum_of_squares(tasks, directions)
     for (update, _), direction in zip(pieces, directions, strict=True):
         for tile in direction.handles:
             tasks.emit("muon_normalise", [(tile, RW), (total[0,], R), (update.hyper[0, 0], R)], row=update.row)
-    shape = [*updates[0].param.shape]
-    shape[axis] = sum(update.param.shape[axis] for update in updates)
-    inner = 1 - axis if len(pieces) > 1 else int(shape[0] > shape[1])
     for _ in range(options.ns_steps):
         directions = _iterated(tasks, directions, options.ns_coefficients, inner)
     for (update, _), direction in zip(pieces, directions, strict=True):

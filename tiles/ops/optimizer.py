@@ -98,7 +98,7 @@ class Update:
         """Check that a 16-bit parameter, and no other, has a master.
 
         Raises:
-            ValueError: it is not so.
+            ValueError: the master is missing, or the parameter needs none.
         """
         if (self.param.dtype in NARROW) != (self.master is not None):
             raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {self.param!r} with master {self.master!r}")

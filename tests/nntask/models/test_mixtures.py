@@ -33,8 +33,8 @@ from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.generator import Generator
 from nntask.inference.sampling import Sampling
 from nntask.models.registry import build, config_from_dict
-from nntask.nn.autograd import Tensor
-from nntask.nn.experts import routed
+from nntask.nn.autograd import ParameterEdge, Tensor, checkpoint, no_grad
+from nntask.nn.experts import balance_loss, routed
 from nntask.optim.optimizers import decay_groups
 from nntask.tiling.model_tiling import ModelTiling, generation_tiling
 from scheduler import InlineRuntime, Runtime
@@ -158,6 +158,37 @@ def test_only_training_adds_the_load_balancing_loss() -> None:
     assert with_balance > without + 0.2  # the coefficient is 0.3, and the loss at least 1 for each choice
 
 
+@pytest.mark.parametrize("frozen", [("gate_proj",), ("up_proj", "down_proj")])
+def test_partly_frozen_experts_are_refused(frozen: tuple[str, ...]) -> None:
+    """With the tape on, since the matrices that learn would have no gradient; without it the model computes."""
+    config = CONFIGS["olmoe"]
+    model, batch = build(config, WHOLE, InlineRuntime(), seed=0), random_batch(config, 1)
+    for name in frozen:
+        model.named_parameters()[f"layers.0.mlp.experts.2.{name}.weight"].freeze()
+    words = f"all three matrices of an expert must be learnt or none, got {3 - len(frozen)} of 3 in expert 2; freeze them together"
+    with pytest.raises(UsageError, match=words):
+        model(**written(model, batch))
+    with no_grad():
+        assert np.isfinite(model(**written(model, batch)).read()).all()
+
+
+def test_routing_without_a_tape_has_no_load_balancing_loss() -> None:
+    """Routing inside a checkpointed block has no place on the tape, and the gradient of its loss would be lost."""
+    scores = TileTensor(InlineRuntime(), (1, 3, 5), (-1, -1, -1), np.float32)
+    scores.write(np.zeros(scores.shape, np.float32))
+    inside = []
+
+    def block(x: Tensor) -> Tensor:
+        inside.append(routed(x, 2, renormalises=False))
+        return inside[-1].weights
+
+    checkpoint(block, Tensor(scores, ParameterEdge(scores)))
+    with pytest.raises(UsageError, match=r"the load-balancing loss needs routing with the tape on, got routing inside checkpoint\(\) or no_grad\(\)"):
+        balance_loss(inside, None, scale=1.0)
+    with no_grad():
+        assert balance_loss(inside, None, scale=1.0).read()[0] == pytest.approx(2.0)
+
+
 def saved(path: Path, config: ModelConfig, **how: Any) -> Any:
     """A module, and its files as transformers writes them."""
     theirs = hf_model(config).eval()
@@ -228,6 +259,7 @@ def test_dense_blocks_are_where_the_config_says() -> None:
     config = replace(CONFIGS["qwen3_moe"], decoder_sparse_step=2, mlp_only_layers=(3,)).with_layers(6)
     assert [config.has_experts(layer) for layer in range(6)] == [False, True, False, False, False, True]
     assert config.block(0).feed_forward.inner_size == config.intermediate_size
+    assert config_from_dict({**config.to_dict(), "mlp_only_layers": None}, "x.json") == replace(config, mlp_only_layers=())
 
 
 @pytest.mark.parametrize("kind", KINDS)

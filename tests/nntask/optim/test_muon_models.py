@@ -24,7 +24,7 @@ from nntask.nn.module import Module
 from nntask.optim import adamw8bit
 from nntask.optim.adamw8bit import AdamW8bit
 from nntask.optim.muon import RATES_OF_ADAMW, Muon, hidden_matrices, muon_groups
-from nntask.optim.optimizers import Group, decay_groups
+from nntask.optim.optimizers import Group, Optimizer, decay_groups
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
 from scheduler.core.step_plan import StepPlan
@@ -120,13 +120,18 @@ def plan(optimizer: str) -> StepPlan:
         return step.plan
 
 
-@pytest.fixture(autouse=True)
-def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of these tests have moments in 8 bits where they compare bits."""
-    if "bits" in request.node.name:
-        monkeypatch.setattr(adamw8bit, "LEAST", 256)
+@pytest.fixture
+def small_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most moments of small models have 8 bits."""
+    monkeypatch.setattr(adamw8bit, "LEAST", 256)
 
 
+def have_codes(optimizer: Optimizer) -> bool:
+    """Whether an AdamW8bit has moments in 8 bits."""
+    return any(moment.dtype == np.uint8 for moment in optimizer.state["m"].values())
+
+
+@pytest.mark.usefixtures("small_moments")
 @pytest.mark.parametrize("optimizer", OTHERS)
 @pytest.mark.parametrize(
     ("workers", "sims", "sched", "share"), [(3, 0, "lws", 0.0), (2, 0, "prio", 0.25), (0, 2, "dmda", 0.0), (0, 2, "prio", 0.25)], ids=str
@@ -136,9 +141,12 @@ def test_schedules_change_no_bits(workers: int, sims: int, sched: str, share: fl
     memory = max(int(plan(optimizer).needed_bytes() * share), plan(optimizer).largest_task()) if share else 1 << 28
     options = {"sim_gpus": sims, "gpu_memory": memory} if sims else {}
     with Runtime(workers, ram=memory if share else 1 << 28, disk=tmp_path if share else None, sched=sched, **options) as runtime:
-        assert Job(runtime, optimizer=optimizer).run(3) == truth(optimizer)
+        job = Job(runtime, optimizer=optimizer)
+        assert optimizer != "adamw8bit" or have_codes(job.optimizer)
+        assert job.run(3) == truth(optimizer)
 
 
+@pytest.mark.usefixtures("small_moments")
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_updates_by_cpu_workers_change_no_bits(optimizer: str) -> None:
     """All tasks of the update with state are for CPU workers."""
@@ -148,13 +156,30 @@ def test_updates_by_cpu_workers_change_no_bits(optimizer: str) -> None:
         assert Job(runtime, minibatches=4, tiling=COARSE, on_cpu=True, optimizer=optimizer).run(2) == want
 
 
+@pytest.mark.usefixtures("small_moments")
 def test_8_bit_losses_stay_near_those_of_fp32() -> None:
     """The gradient's sum of squares, more sensitive than the loss, is within 1 % in ten steps of a small model with most moments in blocks."""
     losses = {}
     for optimizer in ("adamw", "adamw8bit"):
         job = Job(InlineRuntime(), optimizer=optimizer)
+        assert optimizer == "adamw" or have_codes(job.optimizer)
         losses[optimizer] = [np.frombuffer(step, np.float64)[-1] for step in job.run(10)]  # the sum of squares of the gradient, which is stricter
     np.testing.assert_allclose(losses["adamw8bit"], losses["adamw"], rtol=0.01)
+
+
+def test_a_matrix_with_some_gradients_is_refused() -> None:
+    """A piece that is frozen after the optimizer was created would stop its whole matrix; without any piece, or without it, a step is taken."""
+    job = Job(InlineRuntime(), optimizer="muon")
+    parameters = job.model.named_parameters()
+    parameters["h.0.attn.k.weight"].freeze()
+    with pytest.raises(UsageError, match=r"Muon updates whole matrices, got gradients of 2 of the 3 pieces of h\.0\.attn\.c_attn\.weight; freeze"):
+        job.run(1)
+    for name in "qv":
+        parameters[f"h.0.attn.{name}.weight"].freeze()
+    assert job.run(1)
+    model = build(InlineRuntime())
+    model.named_parameters()["h.0.attn.k.weight"].freeze()
+    assert list(Muon(muon_groups(model, 0.1), pieces=hidden_matrices(model)).whole.values()).count("h.0.attn.c_attn.weight") == 2
 
 
 def _vectors(model: Module) -> list[Group]:

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 
 from nntask import DataError, UsageError
 from wrappers.torch import Session
+from wrappers.torch.steps.muon import muon_of
 
 RATE = 0.01
 WORDS = 23
@@ -106,6 +107,15 @@ def test_a_name_leaves_embeddings_head_and_vectors_to_adamw() -> None:
         assert {"m.table.weight", "v.head.weight", "m.body.0.bias", "m.body.3.weight"} <= names
         groups = session.optimizer.param_groups
         assert [group.get("adjust_lr_fn") for group in groups] == ["match_rms_adamw", None, None]
+
+
+def test_a_name_has_one_weight_decay_by_default() -> None:
+    """AdamW's, also for matrices; an array of experts is left to AdamW and decays."""
+    module = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))
+    module.experts = nn.Parameter(torch.ones(2, 5, 5))
+    optimizer = muon_of(module, {"lr": RATE}, vectors_decay=False)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.01, 0.0]
+    assert [tuple(p.shape) for p in optimizer.param_groups[1]["params"]] == [(2, 5, 5)]
 
 
 def test_a_muon_alone_is_for_modules_of_matrices() -> None:

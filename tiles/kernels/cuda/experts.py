@@ -6,7 +6,7 @@ with weight 0: E / K times the work of the rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -45,6 +45,19 @@ def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceAr
         device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=number > 0)
 
 
+def _forward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the operations of three products for all rows."""
+    given = expert_forward_tiles(views, constants["num_c"])
+    width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
+    return float(6.0 * prod(given.choices.shape[:-1]) * width * inner)
+
+
+def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices that are learnt."""
+    has_gradients = bool(expert_backward_tiles(views, constants["num_c"]).dgates)
+    return (8.0 if has_gradients else 5.0) / 3.0 * _forward_flops(views, constants)
+
+
 @register("route", "cuda")
 def route(logits: DeviceArray, choices: DeviceArray, weights: DeviceArray, flags: DeviceArray, *, renormalises: bool) -> None:
     """Choose the K experts with the largest logits, of equal ones those with the lower index; weights are their probabilities."""
@@ -62,7 +75,7 @@ def route_backward(logits: DeviceArray, choices: DeviceArray, dweights: DeviceAr
     _source.each("route_backward", logits.dtype, logits.size // num_experts, logits, choices, dweights, dlogits, *numbers)
 
 
-@register("expert_forward", "cuda")
+@register("expert_forward", "cuda", flops=_forward_flops)
 def expert_forward(*tiles: DeviceArray, num_c: int, expert: int) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
     given = expert_forward_tiles(tiles, num_c)
@@ -76,7 +89,7 @@ def expert_forward(*tiles: DeviceArray, num_c: int, expert: int) -> None:
         device().gemm(hidden, down, y.rows(), trans_a=False, trans_b=True, alpha=1.0, accumulate=True)
 
 
-@register("expert_backward", "cuda")
+@register("expert_backward", "cuda", flops=_backward_flops)
 def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bool = False) -> None:
     """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
     given = expert_backward_tiles(tiles, num_c)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..registry import register
 from .array import DeviceArray
-from .launch import THREADS, KernelSource, device
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
 from .many import LANES, groups_of, pieces_of
 
 _source = KernelSource("norm")
@@ -158,6 +158,9 @@ def _norm_backward(
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
     threads = min(1024, -(-width * x.dtype.itemsize // (16 * 32)) * 32)
     pieces, num_sums = pieces_of(num_rows, width), 2 if sums is None else 3
+    if 4 * pieces * LANES * num_sums * width > PARTIALS_NBYTES:
+        most = PARTIALS_NBYTES // (4 * LANES * num_sums)
+        raise ValueError(f"the gradient of a norm takes tiles of {most:,} columns at most, got {width}; use smaller tiles")
     partial = device().partials.at(_FLOAT, pieces, LANES, num_sums, width)
     dy, second, third = [*slopes, None, None][:3]
     is_shared = 4 * num_sums * width <= SHARED_SUMS_NBYTES

@@ -61,11 +61,12 @@ def hidden_weights(module: torch.nn.Module) -> set[int]:
 
 
 def muon_of(module: torch.nn.Module, options: Mapping[str, Any], *, vectors_decay: bool = True) -> MuonWithAdamW:
-    """Return Muon for the matrices of a module's hidden layers and AdamW for the rest, with common learning rate and weight decay.
+    """Return Muon for the matrices of a module's hidden layers and AdamW for the rest, including arrays of experts, which have three axes.
 
     Args:
-        options: options of both; the rate of AdamW suits Muon, unless `adjust_lr_fn` is given. eps is that of AdamW.
-        vectors_decay: whether parameters without two axes have weight decay.
+        options: options of both; the rate of AdamW suits Muon, unless `adjust_lr_fn` is given. eps is that of AdamW. The weight decay of both is
+            AdamW's 0.01 by default, not the 0.1 of torch.optim.Muon.
+        vectors_decay: whether parameters with fewer than two axes have weight decay.
 
     Raises:
         UsageError: the module has no such matrix.
@@ -75,6 +76,7 @@ def muon_of(module: torch.nn.Module, options: Mapping[str, Any], *, vectors_deca
     if not inner:
         raise UsageError("Muon needs a matrix of a hidden layer that is learnt, got none", 'use another optimizer, for example "adamw"')
     learnt = [p for p in module.parameters() if p.requires_grad]
+    options = {"weight_decay": 0.01, **options}
     of_muon = {"adjust_lr_fn": "match_rms_adamw", **{name: value for name, value in options.items() if name not in ("betas", "eps")}}
     of_adamw = {name: value for name, value in options.items() if name not in _OF_MUON}
     members: list[torch.optim.Optimizer] = [torch.optim.Muon([p for p in learnt if id(p) in inner], **of_muon)]

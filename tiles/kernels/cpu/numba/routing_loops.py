@@ -32,7 +32,7 @@ def choose(logits: Array, choices: Array, weights: Array, flags: Array, renormal
             total += math.exp(row[e] - top)
         share = total
         if renormalises:
-            share = zero
+            share = total - total  # 0, or NaN if a logit is NaN
             for j in range(chosen.size):
                 share += math.exp(row[chosen[j]] - top)
         for j in range(chosen.size):
@@ -50,7 +50,8 @@ def choose_backward(logits: Array, choices: Array, dweights: Array, dlogits: Arr
         for e in range(num_experts):
             out[e] = math.exp(row[e] - top)
             total += out[e]
-        dot, share = zero, total - total
+        nothing = total - total  # 0, or NaN if a logit is NaN
+        dot, share = zero, nothing
         for j in range(chosen.size):
             dot += dweight[j] * out[chosen[j]]
             share += out[chosen[j]]
@@ -62,7 +63,7 @@ def choose_backward(logits: Array, choices: Array, dweights: Array, dlogits: Arr
                 if chosen[j] == e:
                     is_chosen = True
             if not is_chosen:
-                out[e] = zero if renormalises else -p * mean
+                out[e] = nothing if renormalises else -p * mean
         for j in range(chosen.size):
             e = chosen[j]
             out[e] = out[e] / (share if renormalises else total) * (dweight[j] - mean)

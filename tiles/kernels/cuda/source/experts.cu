@@ -61,7 +61,7 @@ KERNEL route_backward(
         }
         float whole = renormalises ? share : total, mean = dot / whole;
         for (int e = 0; e < num_experts; e++) {
-            float p = expf(widen(row[e]) - top) / whole, slope = renormalises ? 0.0f : -p * mean;
+            float p = expf(widen(row[e]) - top) / whole, slope = renormalises ? whole - whole : -p * mean;  // 0, or NaN if a logit is NaN
             for (int j = 0; j < num_chosen; j++)
                 if (chosen[j] == e) slope = p * (dweight[j] - mean);
             dlogits[i * num_experts + e] = narrow<T>(slope);

@@ -1,5 +1,5 @@
-// Layer norm, RMS norm and sums of exponentials: one block per row, of a power of two of threads from 32 on. The fewer threads, the fewer instructions,
-// so tall arrays have a warp for each row.
+// Layer norm, RMS norm and sums of exponentials. Kernels over rows have one block per row, of a power of two of threads from 32 on: the fewer threads,
+// the fewer instructions, so tall arrays have a warp for each row. A block of norm_backward has one lane of a piece of the rows.
 //
 // Where the width is cut into tiles, sums are chained over them and the row is finished in a second pass.
 
