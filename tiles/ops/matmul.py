@@ -143,8 +143,11 @@ def decode_tile(w: QuantisedTensor, index: tuple[int, ...], values: Handle, flag
     """
     if w.is_turned:
         raise ValueError(f"weights that are stored transposed cannot be decoded tile by tile, got {w!r}; multiply by them instead")
-    accesses: list[Access] = [(w[index], R), (values, W), *([] if flags is None else [(flags, R)])]
-    condition = None if flags is None else Condition(guard=2, number=number, share=share)
+    accesses: list[Access] = [(w[index], R), (values, W)]
+    condition = None
+    if flags is not None:
+        accesses.append((flags, R))
+        condition = Condition(guard=2, number=number, share=share)
     emit(w.runtime, "decode_blocks", accesses, condition=condition, block_format=w.block_format.name)
 
 
