@@ -81,16 +81,13 @@ def test_mixed_types_of_llama_cpp(tmp_path: Path, name: str) -> None:
     weights, decoded = read(path, ModelTiling()), {each.name: each for each in gguf.GGUFReader(path).tensors}
     stored = decoded["blk.1.ffn_down_exps.weight"]
     values = gguf.quants.dequantize(stored.data, stored.tensor_type)
-    down = sorted((key for key in weights if key.startswith("layers.1.") and ".experts." in key and key.endswith(("down_proj.weight", "w2.weight"))), key=_expert)
+    names = (f"layers.1.{module}.{{}}.{layer}.weight" for module, layer in (("mlp.experts", "down_proj"), ("block_sparse_moe.experts", "w2")))
+    down = [name.format(expert) for name in names for expert in range(values.shape[0]) if name.format(expert) in weights]
     assert len(down) == values.shape[0]
     np.testing.assert_array_equal(np.stack([weights[key] for key in down]), values)
     model = ModelSource.open(path).build(InlineRuntime(), ModelTiling())
     formats = {key: each.block_format.name for key, each in model.tensors().items() if isinstance(each, QuantisedTensor)}
     assert {formats[key] for key in down} == {"q6_k"}
-
-
-def _expert(name: str) -> int:
-    return int(name.split(".experts.")[1].split(".")[0])
 
 
 @pytest.mark.parametrize(
