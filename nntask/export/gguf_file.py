@@ -59,9 +59,9 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     architecture, metadata = _described(source)
     kinds, stayed = kinds_of(source, asked)
     dtypes, tensors = source.dtypes(), dict[str, tuple[str, tuple[int, ...]]]()
-    places = _places(architecture, source)
-    kinds |= {name: "" for name, (short, _) in places.items() if architecture.is_router(short)}
-    for name, (short, shape) in places.items():
+    targets = _targets(architecture, source)
+    kinds |= {name: "" for name, (short, _) in targets.items() if architecture.is_router(short)}
+    for name, (short, shape) in targets.items():
         kind = _kind(short, shape, kinds[name], dtypes[name])
         if tensors.setdefault(short, (kind, shape)) != (kind, shape):
             raise UsageError(
@@ -79,7 +79,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
             located = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
             for name, values in factors.items():
                 located[name].values().write(values)
-            apart = {name: _apart(located[short], name) for name, (short, _) in places.items()}
+            apart = {name: _apart(located[short], name) for name, (short, _) in targets.items()}
             blocks = {name: apart[name].blocks() for name in staying(source, kinds)}
             copy_weights(source, {name: each.values() for name, each in apart.items()}, blocks, kinds, asked)
     except OSError as error:
@@ -98,7 +98,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
     values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
     metadata = metadata_of(values, architecture)
-    shapes = dict(_places(architecture, source).values())
+    shapes = dict(_targets(architecture, source).values())
     advice = f"{source.path} cannot be written as GGUF, whose {architecture.name} is another model in"
     try:
         values, _ = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
@@ -112,17 +112,17 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     return architecture, metadata
 
 
-def _places(architecture: Architecture, source: Convertible) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _targets(architecture: Architecture, source: Convertible) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return name in the family's files -> name and shape of the tensor of a GGUF file that it is, or that it is a part of."""
-    shapes, places = source.shapes(), dict[str, tuple[str, tuple[int, ...]]]()
+    shapes, targets = source.shapes(), dict[str, tuple[str, tuple[int, ...]]]()
     for name, shape in shapes.items():
         short = architecture.name_here(name)
         if short is None:
             raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}", "write a directory instead")
         there = shape[::-1] if architecture.is_transposed(short) else shape
-        places[name] = short, there[1:] if architecture.is_row(short) else there
-    counts = Counter(short for short, _ in places.values())
-    return {name: (short, (counts[short], *shape) if architecture.has_experts(short) else shape) for name, (short, shape) in places.items()}
+        targets[name] = short, there[1:] if architecture.is_row(short) else there
+    counts = Counter(short for short, _ in targets.values())
+    return {name: (short, (counts[short], *shape) if architecture.has_experts(short) else shape) for name, (short, shape) in targets.items()}
 
 
 def _apart(tensor: LocatedTensor, name: str) -> LocatedTensor:

@@ -11,7 +11,7 @@ from collections import deque
 from .events import Action
 from .losses import Losses
 from .memory.replicas import Replicas
-from .records import SKIPPED, Task, W, Worker
+from .records import SKIPPED, R, Task, W, Worker
 from .task_states import FLAG_IS_ZERO
 
 
@@ -21,15 +21,36 @@ class Conditions:
     Attributes:
         skipped: tasks to end, each with the worker that ran its last predecessor; a queue, because each may be the last predecessor of the next one.
         num_skipped: number of tasks skipped so far.
+        num_hits, num_misses: number of persistent inputs of tasks of replays whose flags were set, that were in the memory where tasks run when the
+            flags were written, and number of all others. Not counted on a machine with one node and no files.
     """
 
-    __slots__ = ("_losses", "_replicas", "num_skipped", "skipped")
+    __slots__ = ("_losses", "_replicas", "num_hits", "num_misses", "num_skipped", "skipped")
 
     def __init__(self, losses: Losses, replicas: Replicas) -> None:
         self._losses = losses
         self._replicas = replicas
         self.skipped: deque[tuple[Task, Worker | None]] = deque()
         self.num_skipped = 0
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def note_flags(self, task: Task, values: bytes | None) -> None:
+        """Note the flags that a task has written, and count the inputs of the tasks that they select, before copies begin for them."""
+        assert task.spec.condition is not None
+        flags = task.accesses[task.spec.condition.flags][0]
+        flags.flags = values
+        if values is None or task.step is None or not self._replicas.has_several:
+            return
+        for after in task.successors:
+            condition = after.spec.condition
+            if condition is None or condition.guard < 0 or after.accesses[condition.guard][0] is not flags:
+                continue
+            if values[condition.number]:
+                inputs = [handle for handle, mode in after.accesses if mode == R and handle.spec.kind == "persistent"]
+                num_hits = sum(map(self._replicas.is_at_hand, inputs))
+                self.num_hits += num_hits
+                self.num_misses += len(inputs) - num_hits
 
     def skips(self, task: Task, worker: Worker | None) -> bool:
         """Return whether a task without unfinished predecessors is skipped; if so, queue it. `worker` ran the last of them."""

@@ -267,3 +267,6 @@ def test_generation_fetches_chosen_experts_only(tmp_path: Path, kind: str) -> No
     assert moved <= 1.05 * (chosen + of_others)
     assert stats["skipped_tasks"] >= count * config.n_layer * 62
     assert chosen + of_others < count * of_all / 5  # all experts would be far more
+    num_tiles = sum(np.prod(tensor.grid) for name, tensor in model.tensors().items() if name.startswith("layers.0.") and ".experts.0." in name)
+    assert stats["conditional_hits"] + stats["conditional_misses"] == count * config.n_layer * 2 * num_tiles
+    assert 0 < stats["conditional_misses"] * of_expert // num_tiles <= moved
