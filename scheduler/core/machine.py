@@ -130,9 +130,9 @@ class Machine:
         return any(worker.node == self._replicas.last and not worker.aside for worker in self._dispatch.joined)
 
     @property
-    def num_skipped(self) -> int:
-        """Number of conditional tasks that were skipped."""
-        return self._conditions.num_skipped
+    def conditions(self) -> Conditions:
+        """The conditional tasks, for their counters."""
+        return self._conditions
 
     @property
     def num_ready(self) -> int:

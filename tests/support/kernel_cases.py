@@ -335,11 +335,11 @@ def quantised_linear(make: Maker, block_format: str, num_rows: int, *, trans_b: 
     return args, [] if accumulate else [2 + bias], constants
 
 
-def decoded_blocks(make: Maker, block_format: str) -> Case:
-    """Seven rows of one or three blocks."""
+def decoded_blocks(make: Maker, block_format: str, *, has_flags: bool) -> Case:
+    """Seven rows of one or three blocks, for an expert or another layer."""
     named = BLOCK_FORMATS[block_format]
-    values = make(7, columns_of(named, 96))
-    return [blocks_of(values, named), make(*values.shape)], [1], {"block_format": block_format}
+    values, flags = make(7, columns_of(named, 96)), [np.ones((1, 3), np.uint8)] if has_flags else []
+    return [blocks_of(values, named), make(*values.shape), *flags], [1], {"block_format": block_format}
 
 
 def quantised_embedding(make: Maker, block_format: str, rows: int, first: int, accumulate: bool) -> Case:
@@ -450,7 +450,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "combine_pages": [_combined],
     "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
-    "decode_blocks": [lambda m, f=f: decoded_blocks(m, f) for f in BLOCK_FORMATS],
+    "decode_blocks": [lambda m, f=f, g=g: decoded_blocks(m, f, has_flags=g) for f in BLOCK_FORMATS for g in (False, True)],
     "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
     "embedding": [
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),

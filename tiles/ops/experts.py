@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler import REDUX, RW, SCRATCH, Access, Condition, R, W
+from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.experts import expert_scratch_nbytes
@@ -25,7 +25,7 @@ from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from . import elementwise
 from .grid import chained, leading, same_axis
-from .matmul import decoded
+from .matmul import decode_tile
 
 
 class Routing(NamedTuple):
@@ -80,10 +80,10 @@ def experts(x: TileTensor, routing: Routing, matrices: Sequence[Expert], y: Tile
     y = elementwise.fill(x.like(name="experts"), 0.0) if y is None else y
     same_axis(x, len(x.shape) - 1, matrices[0].gate, 1)
     num_c = x.grid[-1]
-    for number, stored in enumerate(matrices):
-        expert = _as_floats(stored)
+    for number, expert in enumerate(matrices):
         for i, row in itertools.product(range(expert.gate.grid[0]), leading(x)):
-            accesses = [*_inputs(x, row, routing, expert, i), *((y[*row, c], RW) for c in range(num_c)), _scratch(x, expert, is_backward=False)]
+            accesses = [*_inputs(x, row, routing, expert, i, number), *((y[*row, c], RW) for c in range(num_c))]
+            accesses.append(_scratch(x, expert, is_backward=False))
             emit(x.runtime, "expert_forward", accesses, condition=_condition(x, routing, number), num_c=num_c, expert=number)
     return y
 
@@ -94,10 +94,9 @@ def experts_backward(
     """Return dx (B, T, C) and dweights (B, T, K) of `experts`; `gradients` receive contributions, None for a frozen expert."""
     dx, dweights = (elementwise.fill(tensor.like(name=f"d {tensor.name}"), 0.0) for tensor in (x, routing.weights))
     num_c = x.grid[-1]
-    for number, (stored, gradient) in enumerate(zip(matrices, gradients, strict=True)):
-        expert = _as_floats(stored)
+    for number, (expert, gradient) in enumerate(zip(matrices, gradients, strict=True)):
         for i, row in itertools.product(range(expert.gate.grid[0]), leading(x)):
-            accesses = [*_inputs(x, row, routing, expert, i), *((dy[*row, c], R) for c in range(num_c))]
+            accesses = [*_inputs(x, row, routing, expert, i, number), *((dy[*row, c], R) for c in range(num_c))]
             accesses += [*((dx[*row, c], RW) for c in range(num_c)), (dweights[*row, 0], RW)]
             if gradient is not None:
                 accesses += [*((gradient.gate[i, c], REDUX) for c in range(num_c)), *((gradient.up[i, c], REDUX) for c in range(num_c))]
@@ -108,16 +107,19 @@ def experts_backward(
     return dx, dweights
 
 
-def _as_floats(expert: Expert) -> Expert:
-    """Return the matrices of an expert; quantised ones are decoded, by tasks that need no other expert."""
-    return Expert(*(decoded(matrix) if isinstance(matrix, QuantisedTensor) else matrix for matrix in expert))
+def _inputs(x: TileTensor, row: tuple[int, ...], routing: Routing, expert: Expert, i: int, number: int) -> list[Access]:
+    """Return the accesses that both passes of one task begin with. Quantised tiles are decoded for this task, and only if a row chose the expert."""
+    columns, condition = range(x.grid[-1]), _condition(x, routing, number)
 
+    def as_floats(matrix: TileTensor, *index: int) -> Handle:
+        if not isinstance(matrix, QuantisedTensor):
+            return matrix[index]
+        values = TileTensor(x.runtime, matrix.tiling.extents(index), (-1, -1), matrix.dtype, name="decoded")[0, 0]
+        decode_tile(matrix, index, values, routing.flags[*row, 0], number, condition.share)
+        return values
 
-def _inputs(x: TileTensor, row: tuple[int, ...], routing: Routing, expert: Expert, i: int) -> list[Access]:
-    """Return the accesses that both passes of one task begin with."""
-    columns = range(x.grid[-1])
-    tiles = [*(x[*row, c] for c in columns), *(expert.gate[i, c] for c in columns), *(expert.up[i, c] for c in columns)]
-    tiles += [*(expert.down[c, i] for c in columns), *(tensor[*row, 0] for tensor in routing)]
+    tiles = [*(x[*row, c] for c in columns), *(as_floats(expert.gate, i, c) for c in columns), *(as_floats(expert.up, i, c) for c in columns)]
+    tiles += [*(as_floats(expert.down, c, i) for c in columns), *(tensor[*row, 0] for tensor in routing)]
     return [(tile, R) for tile in tiles]
 
 

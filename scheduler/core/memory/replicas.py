@@ -85,6 +85,12 @@ class Replicas:
         """Whether a node is neither the disk tier nor files."""
         return node != FILE and not self.nodes[node].is_storage
 
+    def is_at_hand(self, handle: HandleRecord) -> bool:
+        """Whether valid data is in the memory of a device, or in host memory on a machine without devices."""
+        has_devices = len(self.nodes) > 1 + self.nodes[-1].is_storage
+        replicas = handle.replicas.items()
+        return any(self.is_memory(node) and (node != RAM or not has_devices) and each.state != "reserved" for node, each in replicas)
+
     def free_bytes(self, node: NodeId) -> int:
         """Return the free bytes of a node's budget."""
         return self.nodes[node].budget - self.nodes[node].used

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from support.gpt2_oracle import relative
+from support.quantised_directories import write_plain, write_quantised
 from support.transformers_oracle import (
     CONFIGS,
     hf_gradients,
@@ -31,6 +32,7 @@ from nntask.architecture.family_config import ModelConfig
 from nntask.errors import DataError, UsageError
 from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.generator import Generator
+from nntask.inference.pretrained import ModelSource
 from nntask.inference.sampling import Sampling
 from nntask.models.registry import build, config_from_dict
 from nntask.nn.autograd import ParameterEdge, Tensor, checkpoint, no_grad
@@ -275,24 +277,28 @@ def test_adapters_leave_routers_and_experts_alone(kind: str) -> None:
     assert all(parameter.gradient is None for parameter in model.parameters() if not parameter.trainable)
 
 
-def test_generation_fetches_chosen_experts_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "q4_0"])
+def test_generation_fetches_chosen_experts_only(tmp_path: Path, kind: str) -> None:
     """In a quarter of the memory, above files: a token moves at most the weights of the experts that it chose, and all others once."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
-    config = replace(CONFIGS["olmoe"], **sizes, num_experts=16, num_experts_per_tok=2)
-    saved(tmp_path / "model", config)
-    directory, count = ModelDirectory.open(tmp_path / "model"), 24
-    mixture: Any = config.description.stack.blocks[0].feed_forward
-    of_expert, of_all = 4 * mixture.expert.num_parameters(config.n_embd), 4 * config.num_parameters
-    of_others = of_all - config.n_layer * 16 * of_expert
+    config = replace(CONFIGS["olmoe"], **sizes, num_experts=64, num_experts_per_tok=2)
+    write_plain(tmp_path / "model", config)
+    if kind:
+        write_quantised(tmp_path / "model", tmp_path / "small", kind)
+    source, count = ModelSource.open(tmp_path / ("small" if kind else "model")), 24
+    sizes = {name: tensor.nbytes for name, tensor in source.build(InlineRuntime(), generation_tiling(config), "fp32").tensors().items()}
+    of_all, of_experts = sum(sizes.values()), sum(nbytes for name, nbytes in sizes.items() if ".experts." in name)
+    of_expert, of_others = of_experts // (64 * config.n_layer), of_all - of_experts
     with Runtime(1, ram=of_all // 4, disk=tmp_path / "tier") as runtime:
-        model = build(config, generation_tiling(config), runtime, seed=None)
-        directory.attach(model.tensors())
-        model.eval()
+        model = source.build(runtime, generation_tiling(config), "fp32")
         text = [token for (token,) in Generator(model, runtime, 64).stream([[5]], count, Sampling(temperature=0.0))]
         stats = runtime.stats()
     assert len(text) == count
     chosen = count * config.n_layer * 2 * of_expert
     moved = sum(nbytes for route, nbytes in stats["moved_bytes"].items() if route.endswith("->ram"))
     assert moved <= 1.05 * (chosen + of_others)
-    assert stats["skipped_tasks"] >= count * config.n_layer * 14
+    assert stats["skipped_tasks"] >= count * config.n_layer * 62
     assert chosen + of_others < count * of_all / 5  # all experts would be far more
+    num_tiles = sum(np.prod(tensor.grid) for name, tensor in model.tensors().items() if name.startswith("layers.0.") and ".experts.0." in name)
+    assert stats["conditional_hits"] + stats["conditional_misses"] == count * config.n_layer * 2 * num_tiles
+    assert 0 < stats["conditional_misses"] * of_expert // num_tiles <= moved

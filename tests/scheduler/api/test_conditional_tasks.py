@@ -131,7 +131,10 @@ def test_only_chosen_experts_run(machine: str, is_recorded: bool, tmp_path: Path
     with Runtime(**options) as runtime:
         result = run(Mixture(runtime), 9, is_recorded=is_recorded)
         runtime.wait()
-        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(step) for step in chosen(9))
+        stats, num_chosen = runtime.stats(), sum(map(len, chosen(9)))
+        assert stats["skipped_tasks"] == 9 * NUM_EXPERTS - num_chosen
+        is_counted = is_recorded and len(stats["budget_bytes"]) > 1
+        assert stats["conditional_hits"] + stats["conditional_misses"] == num_chosen * is_counted
         runtime._executor.validate()
     assert result.tobytes() == expected.tobytes()
 
@@ -145,10 +148,14 @@ def test_data_of_skipped_tasks_stays_on_the_disk(tmp_path: Path) -> None:
         step.replay()
         runtime.wait()
         for experts in chosen(9)[1:]:
-            before = runtime.stats()["moved_bytes"].get("disk->ram", 0)
+            before = runtime.stats()
             step.replay()
             runtime.wait()
-            assert runtime.stats()["moved_bytes"].get("disk->ram", 0) - before <= (len(experts) + 2) * 4096
+            after = runtime.stats()
+            assert after["moved_bytes"].get("disk->ram", 0) - before["moved_bytes"].get("disk->ram", 0) <= (len(experts) + 2) * 4096
+            num_hits, num_misses = (after[name] - before[name] for name in ("conditional_hits", "conditional_misses"))
+            assert num_hits + num_misses == len(experts)
+            assert num_misses >= len(experts) - 6  # the memory has seven tiles, and one is the result
 
 
 def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:

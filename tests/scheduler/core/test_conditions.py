@@ -120,7 +120,7 @@ def test_a_skipped_use_lowers_the_rate() -> None:
         driver.drain()
         rates.append(weight.use_rate)
     assert 0.5 > rates[0] > rates[1] > rates[2] > 0.3
-    assert driver.machine.num_skipped == 3
+    assert driver.machine.conditions.num_skipped == 3
 
 
 def test_a_replay_that_lost_data_has_changed_something() -> None:

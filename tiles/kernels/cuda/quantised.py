@@ -48,8 +48,8 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
 
 
 @register("decode_blocks", "cuda")
-def decode_blocks(w: DeviceArray, out: DeviceArray, *, block_format: str) -> None:
-    """out = the numbers of blocks  # (R, bytes) -> (R, C)."""
+def decode_blocks(w: DeviceArray, out: DeviceArray, *flags: DeviceArray, block_format: str) -> None:
+    """out = the numbers of blocks  # (R, bytes) -> (R, C); the flags of a conditional task are not read."""
     _source.each("decode_blocks", out.dtype, out.size, w, out, *_layout(block_format))
 
 
