@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
@@ -272,10 +272,14 @@ def join(
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
     num_clones, clone_share = _recomputation(plan, sorted(numbers), clones)
-    written = [task.accesses[task.condition.flags][0] for task in joined if task.condition is not None and task.condition.flags >= 0]
-    condition = next((Condition(flags=arguments[flags]) for flags in written if flags in modes), None)  # `task_groups` allows one
-    accesses, priority = tuple(modes.items()), joined[0].priority
-    return RecordedTask(codelet, name, kinds, accesses, {}, priority, condition=condition, num_clones=num_clones, clone_share=clone_share)
+    accesses, priority, flags = tuple(modes.items()), joined[0].priority, _written_flags(joined, modes, arguments)
+    return RecordedTask(codelet, name, kinds, accesses, {}, priority, condition=flags, num_clones=num_clones, clone_share=clone_share)
+
+
+def _written_flags(members: Sequence[RecordedTask], modes: Collection[HandleRecord], arguments: Mapping[HandleRecord, int]) -> Condition | None:
+    """Return the condition of a fused task that writes flags for tasks outside; `task_groups` allows one member that does."""
+    written = [task.accesses[task.condition.flags][0] for task in members if task.condition is not None and task.condition.flags >= 0]
+    return next((Condition(flags=arguments[flags]) for flags in written if flags in modes), None)
 
 
 def _in_scratch(

@@ -1,17 +1,13 @@
 """Groups of small tasks that one CPU worker runs as one task, because handing out each of them costs as much as running it.
 
-A group is a task with tasks that lead to it alone, so other groups wait for its last member only. Three merges are applied to the transitive reduction
-of the graph until none applies:
-
+A group is a task with tasks that lead to it alone, so other groups wait for its last member only. These merges are applied to the transitive
+reduction of the graph until none applies, and none creates a cycle:
 - chain: a task and its only predecessor, if that one has no other successor;
 - fork-join: a task and its predecessors, if these have equal predecessors and no other successor, and if either the merge leaves enough siblings to
-  occupy all workers, or the data is so small that one worker finishes before another one begins.
-
+  occupy all workers, or the data is so small that one worker finishes before another one begins;
 - source: a small task without predecessors, and its only successor.
-
-No merge creates a cycle. Finally, a cheap group with few successors, such as a norm, is merged into each of them; all but the first recompute
-it. Tasks are pure functions, so grouping changes no result. A conditional task may be a member: the group waits for all its data, which is there,
-since only steps that fit the memory are grouped, and skips its kernel if its flag is 0.
+Finally, a cheap group with few successors, such as a norm, is merged into each of them; all but the first recompute it. Tasks are pure functions, so
+grouping changes no result. A group skips the kernel of a conditional member whose flag is 0; its data is there, as the step fits the memory.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _product(xs: Sequence[Array], ws: Sequence[Array], out: Array, *, is_token: 
 
 def _are_plain(*tiles: Array) -> bool:
     """Return whether all tiles are fp32 and contiguous."""
-    for tile in tiles:  # hot path: a generator doubles the time
+    for tile in tiles:  # noqa: SIM110 - hot path: half the time of a generator
         if tile.dtype != np.float32 or not tile.flags.c_contiguous:
             return False
     return True
@@ -133,8 +133,8 @@ def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
     from .numba import routing_loops, row_loops
 
     if num_c == 1 and are_tokens(tiles[0].shape) and _are_plain(*tiles[:4], tiles[7]):
-        x, *matrices, choices, weights, _, y, scratch = tiles
-        row_loops.add_expert(rows(x), *matrices, rows(choices), rows(weights), rows(y), scratch, expert)
+        x, gate, up, down, choices, weights, _, y, scratch = tiles
+        row_loops.add_expert(rows(x), gate, up, down, rows(choices), rows(weights), rows(y), scratch, expert)
         return
     given = expert_forward_tiles(tiles, num_c)
     if given.flags.reshape(-1)[expert] == 0:

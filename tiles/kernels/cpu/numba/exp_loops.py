@@ -71,7 +71,7 @@ def erf_of_all(x: Array) -> None:
 
 
 @inlined(EXACT)
-def silu(x: Any) -> Any:
+def _silu(x: Any) -> Any:
     """Return x sigmoid(x) for one fp32 number."""
     return x / (ONE + _bounded_exp(-x))
 
@@ -80,7 +80,7 @@ def silu(x: Any) -> Any:
 def silu_gate(gate: Array, up: Array, y: Array) -> None:
     """y = gate sigmoid(gate) up  # (N,)."""
     for i in range(gate.size):
-        y[i] = silu(gate[i]) * up[i]
+        y[i] = _silu(gate[i]) * up[i]
 
 
 @compiled(REASSOCIATE)

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compiled import EXACT, Array, compiled
-from .exp_loops import silu
+from .exp_loops import _silu
 from .vectors import F32, FLOATS, IS_WIDE, LANES, add_product, addresses, group_begins, in_groups, int64, load, prefetch, spread, store, total, zeros
 
 _NUMBER: Final = 4
@@ -32,7 +32,7 @@ _COLUMNS: Final = (4, 1) if IS_WIDE else (2, 1)
 _WIDTHS: Final = (4 * LANES, LANES, 1) if IS_WIDE else (2 * LANES, LANES, 1)
 """Numbers of columns of weights (K, N) that are computed together."""
 _AHEAD: Final = 8 << 10
-"""Least number of bytes between the weights (N, K) that are computed and those that are fetched, in whole rows. The processor alone fetches rows late."""
+"""Least number of bytes, in whole rows, between the weights (N, K) that are computed and those that are fetched, which the processor does late."""
 _PIECE: Final = 64
 """Number of features of weights (K, N) that are computed at a time, since each may lie on another page of memory."""
 
@@ -40,7 +40,7 @@ _PIECE: Final = 64
 def _dots(builder: Any, ws: list[Any], xs: list[Any], features: Any, ahead: Any) -> list[list[Any]]:
     """Return the dot products of rows of floats at `xs` and at `ws`: sums of every 16th feature, their total, then the remaining features.
 
-    Meanwhile, the data `ahead` bytes behind `ws` is fetched.
+    The data `ahead` bytes after `ws` is fetched at the same time.
     """
     totals = zeros(builder, FLOATS, len(xs), len(ws))
     whole = builder.udiv(features, int64(LANES))
@@ -156,9 +156,7 @@ def multiply(x: Array, w: Array, y: Array, accumulate: bool) -> None:
 
 
 @compiled(EXACT)
-def add_expert(
-    x: Array, gate: Array, up: Array, down: Array, choices: Array, weights: Array, y: Array, scratch: Array, expert: int
-) -> None:
+def add_expert(x: Array, gate: Array, up: Array, down: Array, choices: Array, weights: Array, y: Array, scratch: Array, expert: int) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; everything is C-contiguous.
 
     Args:
@@ -184,7 +182,7 @@ def add_expert(
     _products_turned(up.ctypes.data, up.strides[0], inner, width, block.ctypes.data, count, ups.ctypes.data, False)
     for i in range(count):
         for j in range(i * inner, (i + 1) * inner):
-            hidden[j] = silu(hidden[j]) * ups[j]
+            hidden[j] = _silu(hidden[j]) * ups[j]
     _products_turned(down.ctypes.data, down.strides[0], width, inner, hidden.ctypes.data, count, block.ctypes.data, False)
     for n in range(count):
         i, k = numbers[2 * n], numbers[2 * n + 1]
