@@ -56,6 +56,7 @@ def advance(token: np.ndarray) -> None:
 
 
 CHOOSE, APPLY, ADVANCE = both("choose", choose), both("apply", apply), both("advance", advance)
+COPY = both("copy", lambda token, copy: np.copyto(copy, token))
 
 
 class Mixture:
@@ -156,6 +157,48 @@ def test_data_of_skipped_tasks_stays_on_the_disk(tmp_path: Path) -> None:
             num_hits, num_misses = (after[name] - before[name] for name in ("conditional_hits", "conditional_misses"))
             assert num_hits + num_misses == len(experts)
             assert num_misses >= len(experts) - 6  # the memory has seven tiles, and one is the result
+
+
+def test_experts_of_a_group_are_skipped_by_their_flags() -> None:
+    """A step that fits the memory runs all experts of a result as one task, which computes those that were chosen."""
+    expected = run(Mixture(InlineRuntime()), 9, is_recorded=False)
+    with Runtime(2, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record(groups=True) as step:
+            mixture.step()
+        for _ in range(9):
+            step.replay()
+        assert mixture.result().tobytes() == expected.tobytes()
+        assert len(step.plan.tasks) == 3
+        assert runtime.stats()["skipped_tasks"] == 0
+
+
+def test_flags_of_a_group_decide_about_other_tasks() -> None:
+    """Flags are written by the last of several tasks that run as one, and are read by tasks that run by themselves."""
+    with Runtime(2, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        outputs = [mixture.handle(f"out {expert}") for expert in range(NUM_EXPERTS)]
+        for handle in outputs:
+            runtime.submit(FILL, [(handle, "W")], {"value": 0.0})
+        with runtime.record(groups=True) as step:
+            copy, token = mixture.handle("copy"), mixture.handle("copy of the copy")
+            flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+            runtime.submit(COPY, [(mixture.token, "R"), (copy, "W")])
+            runtime.submit(COPY, [(copy, "R"), (token, "W")])
+            runtime.submit(CHOOSE, [(token, "R"), (flags, "W")], condition=Condition(flags=1))
+            for expert, (weight, out) in enumerate(zip(mixture.weights, outputs, strict=True)):
+                accesses = [(flags, "R"), (weight, "R"), (out, "RW")]
+                runtime.submit(APPLY, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
+            runtime.submit(ADVANCE, [(mixture.token, "RW")])
+            del copy, token, flags
+        assert "choose" not in {task.name for task in step.plan.tasks}
+        for _ in range(9):
+            step.replay()
+        runtime.wait()
+        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(experts) for experts in chosen(9))
+        for expert, handle in enumerate(outputs):
+            with runtime.acquire(handle, "R") as view:
+                assert view[0] == (expert + 1) * (expert + 3) * sum(expert in experts for experts in chosen(9))
 
 
 def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:

@@ -12,8 +12,8 @@ from ..reference.experts import expert_backward_tiles, expert_forward_tiles
 from ..registry import register
 from .activation import silu_gate, silu_gate_backward
 from .blas import gemm
-from .elementwise import cut
-from .matmul import rows
+from .elementwise import cut, single
+from .matmul import are_tokens, rows
 
 Array = npt.NDArray[Any]
 
@@ -77,11 +77,24 @@ def _gather(tiles: Sequence[Array], indices: Array, out: Array) -> list[Array]:
     return copies
 
 
-def _product(xs: Sequence[Array], ws: Sequence[Array], out: Array) -> Array:
-    """out = x w^T, summed over tiles  # c arrays (n, c), c tiles (I, c) -> (n, I)."""
+def _product(xs: Sequence[Array], ws: Sequence[Array], out: Array, *, is_token: bool = False) -> Array:
+    """out = x w^T, summed over tiles  # c arrays (n, c), c tiles (I, c) -> (n, I). Rows of single tokens take the loops, as in `matmul`."""
+    from .numba import row_loops
+
     for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
-        gemm(x, w, out, trans_b=True, beta=float(number > 0))
+        if is_token:
+            row_loops.multiply_turned(x, w, out, number > 0)
+        else:
+            gemm(x, w, out, trans_b=True, beta=float(number > 0))
     return out
+
+
+def _are_plain(*tiles: Array) -> bool:
+    """Return whether all tiles are fp32 and contiguous."""
+    for tile in tiles:  # noqa: SIM110 - hot path: half the time of a generator
+        if tile.dtype != np.float32 or not tile.flags.c_contiguous:
+            return False
+    return True
 
 
 def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
@@ -114,23 +127,29 @@ def route_backward(logits: Array, choices: Array, dweights: Array, dlogits: Arra
     routing_loops.choose_backward(rows(logits), rows(choices), rows(dweights), rows(dlogits), renormalises)
 
 
-@register("expert_forward", "cpu", flops=_expert_flops)
+@register("expert_forward", "cpu", flops=_expert_flops, is_bounded=True)
 def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
-    from .numba import routing_loops
+    from .numba import routing_loops, row_loops
 
+    if num_c == 1 and are_tokens(tiles[0].shape) and _are_plain(*tiles[:4], tiles[7]):
+        x, gate, up, down, choices, weights, _, y, scratch = tiles
+        row_loops.add_expert(rows(x), gate, up, down, rows(choices), rows(weights), rows(y), scratch, expert)
+        return
     given = expert_forward_tiles(tiles, num_c)
     if given.flags.reshape(-1)[expert] == 0:
         return
     xs, ys, choices, weights = [rows(x) for x in given.xs], [rows(y) for y in given.ys], rows(given.choices), rows(given.weights)
     inner, work = given.gates[0].shape[0], Work(given.scratch, choices.shape[0], xs[0].dtype)
+    is_token = are_tokens(given.xs[0].shape) and single(*xs, *given.gates, *given.ups, *given.downs)
     block, gate, up, hidden = work.array(sum(x.shape[1] for x in xs)), work.array(inner), work.array(inner), work.array(inner)
     for indices, slots in work.find(choices, expert):
         n = indices.size
         gathered = _gather(xs, indices, block)
-        silu_gate(_product(gathered, given.gates, gate[:n]), _product(gathered, given.ups, up[:n]), hidden[:n])
+        gates, ups = (_product(gathered, ws, out[:n], is_token=is_token) for ws, out in ((given.gates, gate), (given.ups, up)))
+        silu_gate(gates, ups, hidden[:n])
         for y, down, out in zip(ys, given.downs, gathered, strict=True):  # the rows of x are not needed any more
-            gemm(hidden[:n], down, out, trans_b=True)
+            _product([hidden[:n]], [down], out, is_token=is_token)
             routing_loops.add_to_rows(out, indices, weights, slots, y)
 
 
