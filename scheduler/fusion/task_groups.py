@@ -85,7 +85,7 @@ class _Groups:
             for each in before:
                 self._after[each].add(position)
         self._data = {position: {handle for handle, _ in task.accesses} for position, task in enumerate(plan.tasks)}
-        self._shares = _shares(plan)
+        self._shares, self._uncertain = _shares(plan), _uncertain(plan)
         self._clones: dict[int, set[int]] = {}
 
     def merge_predecessors(self, group: int, num_workers: int) -> Set[int]:
@@ -118,10 +118,12 @@ class _Groups:
     def _may_join(self, groups: Sequence[int]) -> bool:
         """Whether the tasks of some groups may run as one: equal kinds and priorities, on any CPU worker, and not too many of them.
 
-        At most one of them writes flags, since a task writes flags for others to one handle at most.
+        At most one of them writes flags, since a task writes flags for others to one handle at most. None accesses data that may be lost because the
+        task that writes it is skipped: a group always runs.
         """
         tasks = [self._plan.tasks[position] for group in groups for position in self.members[group]]
         alike = len({(task.kinds, task.priority) for task in tasks}) == 1 and all(map(_is_plain, tasks))
+        alike = alike and all(self._data[group].isdisjoint(self._uncertain) for group in groups)
         num_flags = sum(task.condition is not None and task.condition.flags >= 0 for task in tasks)
         return alike and num_flags <= 1 and sum(task.condition is None or task.condition.guard < 0 for task in tasks) <= MOST_TASKS
 
@@ -207,9 +209,14 @@ class _Groups:
 
 
 def _is_plain(task: RecordedTask) -> bool:
-    """Whether any CPU worker may run the task, and skipping it, if it is conditional, loses no data."""
-    overwrites = task.condition is not None and task.condition.guard >= 0 and any(mode == W for _, mode in task.accesses)
-    return task.kinds[0] == "cpu" and task.pin is None and not task.aside and not overwrites
+    """Whether any CPU worker may run the task."""
+    return task.kinds[0] == "cpu" and task.pin is None and not task.aside
+
+
+def _uncertain(plan: StepPlan) -> set[HandleRecord]:
+    """Return the data that is lost if a conditional task is skipped."""
+    conditional = [task for task in plan.tasks if task.condition is not None and task.condition.guard >= 0]
+    return {handle for task in conditional for handle, mode in task.accesses if mode == W}
 
 
 def _shares(plan: StepPlan) -> dict[HandleRecord, float]:

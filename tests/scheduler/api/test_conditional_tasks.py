@@ -57,6 +57,7 @@ def advance(token: np.ndarray) -> None:
 
 CHOOSE, APPLY, ADVANCE = both("choose", choose), both("apply", apply), both("advance", advance)
 COPY = both("copy", lambda token, copy: np.copyto(copy, token))
+DECODE = both("decode", lambda weight, decoded, flags: np.copyto(decoded, weight))
 
 
 class Mixture:
@@ -199,6 +200,26 @@ def test_flags_of_a_group_decide_about_other_tasks() -> None:
         for expert, handle in enumerate(outputs):
             with runtime.acquire(handle, "R") as view:
                 assert view[0] == (expert + 1) * (expert + 3) * sum(expert in experts for experts in chosen(9))
+
+
+def test_groups_do_not_wait_for_data_that_may_not_come() -> None:
+    """Of tasks that run as one, none reads data that a conditional task writes anew, such as decoded weights: a group always runs."""
+    expected = run(Mixture(InlineRuntime()), 9, is_recorded=False)
+    with Runtime(2, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record(groups=True) as step:
+            flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+            runtime.submit(CHOOSE, [(mixture.token, "R"), (flags, "W")], condition=Condition(flags=1))
+            for expert, weight in enumerate(mixture.weights):
+                decoded = mixture.runtime.handle(8 * COUNT, WEIGHT, name="decoded")
+                runtime.submit(DECODE, [(weight, "R"), (decoded, "W"), (flags, "R")], condition=Condition(guard=2, number=expert))
+                accesses = [(flags, "R"), (decoded, "R"), (mixture.out, "RW")]
+                runtime.submit(APPLY, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
+            runtime.submit(ADVANCE, [(mixture.token, "RW")])
+            del flags, decoded
+        for _ in range(9):
+            step.replay()
+        assert mixture.result().tobytes() == expected.tobytes()
 
 
 def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:
