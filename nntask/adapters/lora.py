@@ -28,6 +28,7 @@ from ..architecture.names import is_of_head
 from ..errors import UsageError
 from ..hf.layout import names_of
 from ..models.language import LanguageModel
+from ..models.mixtures import MixtureConfig
 from ..nn.functional import SITES
 from ..nn.initializers import uniform
 from ..nn.layers import Adapter, Linear
@@ -86,9 +87,11 @@ def _is_trained_whole(model: LanguageModel, name: str) -> bool:
 
 def largest_rank(config: ModelConfig) -> int:
     """Return the largest rank for a model: the smallest dimension of its adapted matrices, beyond which the product has no lower rank."""
-    inner = [block.feed_forward for block in config.description.stack.blocks]
-    adapted_layers = [layer.shared if isinstance(layer, MixtureShape) else layer for layer in inner]  # experts have no adapters
-    widths = [layer.inner_size for layer in adapted_layers if layer is not None]
+    widths = [config.inner_size]
+    if isinstance(config, MixtureConfig):  # experts take no adapters
+        inner = [block.feed_forward for block in config.description.stack.blocks]
+        adapted_layers = [layer.shared if isinstance(layer, MixtureShape) else layer for layer in inner]
+        widths = [layer.inner_size for layer in adapted_layers if layer is not None]
     return min(config.n_embd, *widths, config.n_head * config.head_size, config.n_kv_head * config.head_size)
 
 
