@@ -2,6 +2,7 @@
 
     python benchmarks/generation.py                # 128 new tokens; writes benchmarks/results/generation.json
     python benchmarks/generation.py --case long    # to position 1000, time per token early and late; benchmarks/results/generation_long.json
+    python benchmarks/generation.py --case mixture # 64 experts, 8 per token, beside a dense model of the active size; generation_mixture.json
     python benchmarks/generation.py --rounds 1 --output=   # a quick look, written nowhere
 
 A measurement is: build, write a few tokens to warm up, then write `NEW` tokens behind a prompt of `PROMPT`; tokens per second over all of that, the
@@ -21,7 +22,8 @@ import numpy as np
 
 OURS: Final = "ours"
 TORCH: Final = "transformers' generate"
-CASES: Final = {"128": (OURS, TORCH), "long": (OURS,), "tiny": (OURS, TORCH)}
+DENSE: Final = "dense model of the active size"
+CASES: Final = {"128": (OURS, TORCH), "long": (OURS,), "mixture": (OURS, DENSE), "tiny": (OURS, TORCH)}
 """Name of the case -> sides."""
 PROMPT: Final = 32
 NEW: Final = 128
@@ -30,10 +32,20 @@ EARLY, LATE, AROUND = 64, 960, 16
 """Positions that the long case compares, and how many tokens on either side of them count."""
 
 
-def config_of(case: str) -> Any:
-    """The preset's config."""
-    from nntask import PRESETS
+INNER, EXPERTS, CHOSEN = 512, 64, 8
+"""Width inside an expert, number of experts, and number of experts per token in the mixture, which has 4 layers of 1024 features."""
 
+
+def config_of(case: str, side: str = OURS) -> Any:
+    """The preset's config; in the mixture's case that of a Mixtral, or of a LLaMA whose feed-forward layers are as wide as the chosen experts."""
+    from nntask import PRESETS
+    from nntask.models import FAMILIES
+
+    if case == "mixture":
+        if side == DENSE:
+            return FAMILIES["llama"].config.of_size(2048, 1024, INNER * CHOSEN, 4, 8, 512)
+        mixture = FAMILIES["mixtral"].config
+        return mixture.of_size(2048, 1024, INNER, 4, 8, 512, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN)
     return PRESETS["tiny" if case == "tiny" else "gpt2"]
 
 
@@ -42,17 +54,17 @@ def prompt_of(vocab: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(0).integers(0, vocab, PROMPT)]
 
 
-def run_ours(case: str, workers: int) -> dict[str, float]:
-    """Our side."""
-    from nntask import GPT2
+def run_ours(case: str, workers: int, side: str) -> dict[str, float]:
+    """Our side, and the dense model of the mixture's case."""
     from nntask.inference import Generator, Sampling
+    from nntask.models import build
     from nntask.tiling import generation_tiling
     from scheduler import Runtime
 
-    config, greedy = config_of(case), Sampling(temperature=0)
+    config, greedy = config_of(case, side), Sampling(temperature=0)
     prompt = [prompt_of(config.vocab_size)]
     with Runtime(cpu_workers=workers) as runtime:
-        generator = Generator(GPT2(config, generation_tiling(config), runtime), runtime, config.n_positions)
+        generator = Generator(build(config, generation_tiling(config), runtime, seed=0), runtime, config.n_positions)
         list(generator.stream(prompt, WARMUP, greedy))
         count = config.n_positions - PROMPT if case == "long" else NEW
         begin = perf_counter()
@@ -103,6 +115,10 @@ def comparisons(case: str, found: Mapping[str, common.Measurement]) -> list[dict
             ),
             common.compare(f"{what}, mean of {EARLY} to {LATE}", "s", ours["seconds_mean"], early, ours["seconds_early"], better="less"),
         ]
+    if case == "mixture":
+        what = f"{EXPERTS} experts, {CHOSEN} per token, 4 layers of 1024, {NEW} new tokens of one text, fp32"
+        speeds = [found[side]["tokens_per_second"] for side in (OURS, DENSE)]
+        return [common.compare(what, "tokens/s", speeds[0], DENSE, speeds[1], better="more", bar="ratio >= 0.9")]
     what = f"gpt2, {NEW} new tokens of one text, fp32"
     speeds = [found[side]["tokens_per_second"] for side in (OURS, TORCH)]
     memory = [found[side]["peak_rss_bytes"] for side in (OURS, TORCH)]
@@ -120,18 +136,18 @@ def main() -> None:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        found = (run_ours if options.side == OURS else run_torch)(options.case, options.workers)
+        found = run_torch(options.case, options.workers) if options.side == TORCH else run_ours(options.case, options.workers, options.side)
         common.report({**found, "peak_rss_bytes": common.peak_rss()})
         return
     again = [f"--case={options.case}", f"--workers={options.workers}"]
     sides = [
         common.Side(
-            name, common.this_script(__file__, f"--side={name}", *again), common.one_thread_blas() if name == OURS else _threads(options.workers)
+            name, common.this_script(__file__, f"--side={name}", *again), _threads(options.workers) if name == TORCH else common.one_thread_blas()
         )
         for name in CASES[options.case]
     ]
     machine, rounds, middle = common.measured(sides, options.rounds)
-    output = ("generation_long" if options.case == "long" else "generation") if options.output is None else options.output
+    output = (f"generation_{options.case}" if options.case in ("long", "mixture") else "generation") if options.output is None else options.output
     common.finish(
         output,
         machine,

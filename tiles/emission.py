@@ -17,7 +17,7 @@ import numpy as np
 from scheduler import SCRATCH, Access, Codelet, Condition, Cost, Mode, Tail, TaskRuntime, W
 
 from .kernels.catalog import bf16_kernel, has_cuda, kernel
-from .kernels.registry import BF16, NARROW, Kernel, Native, own_activation, registered, registered_flops, registered_many
+from .kernels.registry import BF16, NARROW, Backend, Kernel, Native, own_activation, registered, registered_chains, registered_flops, registered_many
 from .view import TileView
 
 _ALIGNMENT: Final = 64
@@ -36,18 +36,23 @@ _ENDS: Final = {"linear_activation": _End("activation", reads=(-2,), writes=(-1,
 """Operation -> the operation that its kernels end with, if they have one. The results of that end can be recomputed without the rest."""
 
 
-def codelet(op: str) -> Codelet:
-    """Return the codelet of operation `op`; the same object as long as its kernels are the same."""
-    return _codelet_of(op, kernel(op, "cpu"), registered(op, "cuda"))
+def codelet(op: str, *, has_gpus: bool = False) -> Codelet:
+    """Return the codelet of operation `op`; the same object as long as its kernels are the same.
+
+    Args:
+        has_gpus: whether GPUs may run it; its cost is then that of its kernel for GPUs.
+    """
+    cuda = registered(op, "cuda")
+    return _codelet_of(op, kernel(op, "cpu"), cuda, "cuda" if has_gpus and cuda is not None else "cpu")
 
 
-def _codelet_of(op: str, cpu: Kernel | None, cuda: Kernel | None) -> Codelet:
-    return _codelet(op, cpu, cuda, _tail(_ENDS[op], op, cpu, cuda) if op in _ENDS else None)
+def _codelet_of(op: str, cpu: Kernel | None, cuda: Kernel | None, costs_on: Backend = "cpu") -> Codelet:
+    return _codelet(op, cpu, cuda, _tail(_ENDS[op], op, cpu, cuda) if op in _ENDS else None, costs_on)
 
 
 @cache
-def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None, tail: Tail | None) -> Codelet:
-    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op), tail=tail, cuda_many=registered_many(cuda))
+def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None, tail: Tail | None, costs_on: Backend) -> Codelet:
+    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op, costs_on), tail=tail, cuda_many=registered_many(cuda), chains=registered_chains(cuda))
 
 
 @cache
@@ -68,12 +73,12 @@ def _tail(end: _End, op: str, cpu: Kernel | None, cuda: Kernel | None) -> Tail:
 
 @cache
 def _widening_codelet(op: str, cpu: Kernel, modes: tuple[Mode, ...]) -> Codelet:
-    return Codelet(op, cpu=_widened(cpu, modes), cost=_cost(op))
+    return Codelet(op, cpu=_widened(cpu, modes), cost=_cost(op, "cpu"))
 
 
-def _cost(op: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Cost]:
+def _cost(op: str, backend: Backend) -> Callable[[Sequence[Any], Mapping[str, Any]], Cost]:
     def cost(views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
-        count = registered_flops(op)
+        count = registered_flops(op, backend)
         return Cost(count(views, constants) if count else 0.0, float(sum(view.nbytes for view in views)))
 
     return cost
@@ -121,10 +126,11 @@ def emit(
     narrow = [view for view in views if view.dtype in NARROW]
     own = runtime.has_gpus and own_activation(constants.get("kind", "")) is not None
     if not narrow:
-        runtime.submit(_codelet_of(op, kernel(op, "cpu"), None) if own else codelet(op), accesses, constants, priority=priority, condition=condition)
+        chosen = _codelet_of(op, kernel(op, "cpu"), None) if own else codelet(op, has_gpus=runtime.has_gpus)
+        runtime.submit(chosen, accesses, constants, priority=priority, condition=condition)
         return
     if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
-        runtime.submit(_codelet_of(op, None, kernel(op, "cuda")), accesses, constants, priority=priority, condition=condition)
+        runtime.submit(_codelet_of(op, None, kernel(op, "cuda"), "cuda"), accesses, constants, priority=priority, condition=condition)
         return
     cpu_codelet, accesses = _on_cpu(runtime, op, accesses, constants)
     runtime.submit(cpu_codelet, accesses, constants, priority=priority, condition=condition)

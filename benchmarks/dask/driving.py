@@ -78,6 +78,7 @@ def opened_team(flags: Sequence[str], folder: Path) -> Iterator[tuple[Any, Any, 
     """
     from nntask.config import resolve
     from nntask.data import BatchStream, open_dataset
+    from nntask.planning import capture
     from wrappers.cli.options import request
     from wrappers.dask import Connection, DaskCluster
 
@@ -90,7 +91,7 @@ def opened_team(flags: Sequence[str], folder: Path) -> Iterator[tuple[Any, Any, 
     with ExitStack() as stack:
         connection = Connection(cluster, _tell)
         stack.callback(connection.close)
-        _, engine = stack.enter_context(DaskCluster(connection, cluster).open(run, dataset, _tell))
+        _, engine = stack.enter_context(DaskCluster(connection, cluster).open(run, capture(run, 1), dataset, _tell))
         yield connection.client, engine, stream
 
 

@@ -82,7 +82,8 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     x, y, z, u = (array(batch, length, width) for _ in range(4))
     wide, wider, wide_slope = (array(batch, length, 4 * width) for _ in range(3))
     vector, row, long_row, w, wide_w = array(width), array(width), array(4 * width), array(width, width), array(width, 4 * width)
-    sums, more_sums, long_sums = (array(n, dtype=np.float32) for n in (width, width, 4 * width))
+    dq, dk, dv = (array(batch, length, width) for _ in range(3))
+    sums, more_sums, column, long_sums = (array(n, dtype=np.float32) for n in (width, width, width, 4 * width))
     mean, rstd = (array(batch, length, dtype=np.float32) for _ in range(2))
     lse, delta, peak, total = (array(batch, heads, length, dtype=np.float32) for _ in range(4))
     at = Pair(64, 64**-0.5, True, 0, 0, 0, 0, heads, length, 0.0, length)
@@ -91,8 +92,11 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     yield "add", run("add", x, y, z), (x, y, z), 0
     yield "layer_norm", run("layer_norm", x, vector, row, y, mean, rstd, eps=1e-5), (x, y), 0
     yield "residual_layer_norm", run("residual_layer_norm", x, y, vector, row, z, u, mean, rstd, eps=1e-5), (x, y, z, u), 0
-    backward = run("layer_norm_backward", x, vector, mean, rstd, y, z, u, sums, more_sums, accumulate=False, residual=True)
-    yield "layer_norm_backward", backward, (x, y, z, u, x, y), 0
+    yield "residual_layer_norm, bias", run("residual_layer_norm", x, y, vector, row, z, u, mean, rstd, eps=1e-5, bias=vector), (x, y, z, u), 0
+    arrays, flags = (x, vector, mean, rstd, y, z, u, sums, more_sums), {"accumulate": False, "residual": True}
+    yield "layer_norm_backward", run("layer_norm_backward", *arrays, **flags), (x, y, z, u), 0
+    chained = run("layer_norm_backward", *arrays, **flags, more=(dq, dk), sums=(column, False))
+    yield "layer_norm_backward, three slopes, column_sums", chained, (x, y, z, u, dq, dk), 0
     yield "column_sums", run("column_sums", x, sums, accumulate=False), (x,), 0
     yield "column_sums, wide", run("column_sums", wide, long_sums, accumulate=False), (wide,), 0
     yield "activation_backward", run("activation_backward", wide, wider, wide_slope, kind="gelu_new"), (wide, wider, wide_slope), 0
@@ -100,11 +104,14 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     yield "matmul", run("matmul", x, w, y, **product), (x, w, y), 2.0 * tokens * width * width
     yield "linear_bias", run("linear_bias", x, w, row, y, trans_b=False), (x, w, y), 2.0 * tokens * width * width
     yield "matmul, wide", run("matmul", x, wide_w, wide, **product), (x, wide_w, wide), 8.0 * tokens * width * width
-    linear = run("linear_activation", x, wide_w, long_row, wide, wider, kind="gelu_new", trans_b=False, accumulate=False)
-    yield "linear_activation", linear, (x, wide_w, wide, wider), 8.0 * tokens * width * width
+    yield (
+        "linear_activation",
+        run("linear_activation", x, wide_w, long_row, wide, wider, kind="gelu_new", trans_b=False, accumulate=False),
+        (x, wide_w, wide, wider),
+        8.0 * tokens * width * width,
+    )
     yield "attention", run("attention", x, y, z, u, peak, total, lse, scratch, at=at, first=True, last=True), (x, y, z, u), 2 * half
     yield "attention_delta", run("attention_delta", x, y, delta, head_size=64), (x, y), 0
-    dq, dk, dv = (array(batch, length, width) for _ in range(3))
     grads = run("attention_backward", x, y, z, u, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
     yield "attention_backward", grads, (x, y, z, u, dq, dk, dv), 5 * half
     table, slope = array(vocab, width), array(vocab, width, dtype=np.float32)

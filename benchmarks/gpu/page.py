@@ -1,4 +1,4 @@
-"""The page docs/results/gpu.md: claims for a card with their measurements, and the attention times of `make first-card`."""
+"""The page docs/results/gpu.md: claims for a card with their measurements, attention times of `make first-card`, expected times of kernels."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ shapes that cuDNN declines because it has no backward pass within 320 MiB of wor
 """
 
 
+EXPECTED: Final = """
+## Expected, not measured
+
+`benchmarks/gpu/model.py` bounds the time of each launch of a recorded step by its bytes, its flops and its instructions in machine code, here for an
+H100: 3.0 TB/s, 800 Tflop/s, 2 µs a launch.
+
+{times}
+
+Expected MFU: {small:.0%} for GPT-2 small, {xl:.0%} for XL. Expected rate of GPT-2 small on an H200: {rate:,.0f} tokens/s. The kernels that were
+measured there had {over:.2f} of their expected rate. Of {count} measured alone, the middle half took {low:.2f} to {high:.2f} x of the expected
+time, and `{worst}`, whose waiting the model does not see, {most:.1f} x.
+"""
+MODEL: Final = Path(__file__).with_name("model.json")
+SHOWN: Final = 0.015
+"""Smallest share of a step's time with which a kernel is on the page."""
+
+
 def claims(results: Mapping[str, Any]) -> str:
     """Return the table of claims with their bars and measurements."""
     lines = []
@@ -72,10 +89,48 @@ def attention() -> str:
     return ATTENTION.format(times=times, chosen=choice["chosen"], rate=choice["tokens/s"])
 
 
+def expected(results: Mapping[str, Any]) -> str:
+    """Return the kernels' expected times by `model.json`, and how far the model is from what a card has measured."""
+    model = json.loads(MODEL.read_text())
+    steps = list(model["steps"].values())
+    total = [step["cards"]["H100"] for step in steps]
+    names = [name for name in steps[1]["kernels"] if any(_share(step, name) > SHOWN for step in steps)]
+    cells = [[name, *(cell for step in steps for cell in _cells(step["kernels"].get(name)))] for name in names]
+    sums = [{**card, "launches": step["launches"], "bound": ""} for step, card in zip(steps, total, strict=True)]
+    cells.append(["all", *(cell for row in sums for cell in _cells(row))])
+    head = ["kernel", *(word.format(name) for name in ("small", "XL") for word in ("{}: launches", "least ms", "expected ms", "bound"))]
+    compared = model["calibration"]
+    rows = sorted(compared["kernels"], key=lambda row: row["measured_us"] / row["expected_us"])
+    ratios = [row["measured_us"] / row["expected_us"] for row in rows]
+    return EXPECTED.format(
+        times=table(head, cells),
+        small=total[0]["mfu"],
+        xl=total[1]["mfu"],
+        rate=steps[0]["cards"]["H200"]["tokens_per_second"],
+        over=results["rows"]["small"]["ours"]["tokens_per_second"] / compared["tokens_per_second"],
+        count=len(rows),
+        low=ratios[len(rows) // 4],
+        high=ratios[-len(rows) // 4],
+        worst=rows[-1]["kernel"],
+        most=ratios[-1],
+    )
+
+
+def _share(step: Mapping[str, Any], name: str) -> float:
+    """Return a kernel's share of the expected time of a step."""
+    return float(step["kernels"].get(name, {}).get("expected_ms", 0) / step["cards"]["H100"]["expected_ms"])
+
+
+def _cells(row: Mapping[str, Any] | None) -> list[str]:
+    """Return the cells of a kernel in a step."""
+    return ["", "", "", ""] if row is None else [f"{row['launches']}", f"{row['lower_ms']:.2f}", f"{row['expected_ms']:.2f}", row["bound"]]
+
+
 def page(results: Mapping[str, Any]) -> str:
     """Return the text of docs/results/gpu.md."""
     stamp = "No rows have been measured on a card yet. Emulated devices, on which GPU code is tested, say nothing about speed."
     if results.get("rows"):
         versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
         stamp = f"{results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
-    return PAGE.format(claims=claims(results), stamp=stamp) + (attention() if (FIRST_CARD / "profile.jsonl").exists() else "")
+    more = attention() + expected(results) if (FIRST_CARD / "profile.jsonl").exists() and results.get("rows") else ""
+    return PAGE.format(claims=claims(results), stamp=stamp) + more

@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from tiles import TileTensor
 
+from ..architecture.description import MixtureShape
 from ..architecture.family_config import ModelConfig
 from ..architecture.names import is_of_head
 from ..errors import UsageError
 from ..hf.layout import names_of
 from ..models.language import LanguageModel
+from ..models.mixtures import MixtureConfig
 from ..nn.functional import SITES
 from ..nn.initializers import uniform
 from ..nn.layers import Adapter, Linear
@@ -85,7 +87,12 @@ def _is_trained_whole(model: LanguageModel, name: str) -> bool:
 
 def largest_rank(config: ModelConfig) -> int:
     """Return the largest rank for a model: the smallest dimension of its adapted matrices, beyond which the product has no lower rank."""
-    return min(config.n_embd, config.inner_size, config.n_head * config.head_size, config.n_kv_head * config.head_size)
+    widths = [config.inner_size]
+    if isinstance(config, MixtureConfig):  # experts take no adapters
+        inner = [block.feed_forward for block in config.description.stack.blocks]
+        adapted_layers = [layer.shared if isinstance(layer, MixtureShape) else layer for layer in inner]
+        widths = [layer.inner_size for layer in adapted_layers if layer is not None]
+    return min(config.n_embd, *widths, config.n_head * config.head_size, config.n_kv_head * config.head_size)
 
 
 def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
@@ -176,7 +183,8 @@ def _factors(layers: dict[str, Linear]) -> set[int]:
 
 def _adaptable(model: LanguageModel) -> dict[str, Linear]:
     """Return the layers that take an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear) and not _is_trained_whole(model, name)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear) and module.takes_adapter}
+    return {name: layer for name, layer in layers.items() if not _is_trained_whole(model, name)}
 
 
 def _adapt(layers: list[Linear], lora: LoRA, site: int) -> None:

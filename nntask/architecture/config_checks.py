@@ -167,15 +167,17 @@ def json_type(value: object) -> str:
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
-def _field(check: Check, default: Any, *, or_null: bool = False, convert: Callable[[Any], Any] | None = None, is_token: bool = False) -> Any:
-    """Declare a field with a check; null is legal if it is the default, or with `or_null`."""
+def _field(
+    check: Check, default: Any, *, or_null: bool = False, null: Any = None, convert: Callable[[Any], Any] | None = None, is_token: bool = False
+) -> Any:
+    """Declare a field with a check; null is legal if it is the default, or with `or_null`, and is read as the value `null`."""
     takes_null = or_null or default is None
 
     def check_value(key: str, value: Any, source: str) -> None:
         if value is not None or not takes_null:
             check(key, value, source)
 
-    return field(default=default, metadata={"check": check_value, "convert": convert, "is_token": is_token})
+    return field(default=default, metadata={"check": check_value, "convert": convert, "null": null, "is_token": is_token})
 
 
 def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
@@ -208,6 +210,16 @@ def probability(default: float | None) -> Any:
     return _field(check_probability, default, convert=float)
 
 
+def factor(default: float) -> Any:
+    """Declare a config field: a finite number, 0 or above."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not 0 <= _number(key, value, source, default) < float("inf"):
+            raise UsageError(f"{key} in {source} must be 0 or above, and finite, got {_short(value)}", f'write for example "{key}": {default}')
+
+    return _field(check, default, convert=float)
+
+
 def switch(default: bool | None) -> Any:
     """Declare a config field: true or false."""
     return _field(check_switch, default)
@@ -226,6 +238,16 @@ def token(default: int | None) -> Any:
             raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}", "write for example 0")
 
     return _field(check, default, or_null=True, is_token=True)
+
+
+def layers() -> Any:
+    """Declare a config field: a list of numbers of blocks; empty by default and for null."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not isinstance(value, (list, tuple)) or any(type(layer) is not int or layer < 0 for layer in value):
+            raise UsageError(f"{key} in {source} must be a list of numbers of blocks from 0, got {shown(value)}", "write for example [0]")
+
+    return _field(check, (), or_null=True, null=(), convert=tuple)
 
 
 def layer_kinds(kinds: Collection[str]) -> Any:

@@ -62,6 +62,7 @@ class AttentionShape:
         window: number of tokens that a token sees, itself included; None for all (Beltagy et al., Longformer, 2020).
         rotary: rotation of q and k by position; None for none.
         head_norm: norm of every head of q and k (Dehghani et al., 2023); None for none.
+        has_joint_norm: whether that norm is one of all heads together (OLMoE, 2024).
         cap: soft cap of the scores, cap * tanh(scores / cap); None for none.
         relative: biases by distance; None for none.
         std, kv_std, out_std: standard deviations of the initial projections to q, to k and v, and of the result.
@@ -81,6 +82,7 @@ class AttentionShape:
     window: int | None = None
     rotary: Rotary | None = None
     head_norm: NormShape | None = None
+    has_joint_norm: bool = False
     cap: float | None = None
     relative: RelativePositions | None = None
 
@@ -88,7 +90,8 @@ class AttentionShape:
         """Return the number of weights in a model of this width C, without the table of relative positions, which blocks share."""
         queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         biases = self.has_bias * (queries + 2 * keys) + self.has_out_bias * width
-        return 2 * width * (queries + keys) + biases + (2 * self.head_size if self.head_norm is not None else 0)
+        norms = 0 if self.head_norm is None else queries + keys if self.has_joint_norm else 2 * self.head_size
+        return 2 * width * (queries + keys) + biases + norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +120,43 @@ class FeedForwardShape:
         count = 2 if self.has_gate else 1
         return (count + 1) * width * self.inner_size + self.has_bias * (count * self.inner_size + width)
 
+    def num_idle(self, width: int) -> int:
+        """Return the number of weights that a token does not pass through, which is 0."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape:
+    """Mixture of experts (Shazeer et al., 2017): each token passes through the feed-forward layers that a router chooses for it.
+
+    Args:
+        expert: shape of each expert; it has a gate with silu, and neither biases nor dropout.
+        num_experts, num_chosen: E, and K of them for each token.
+        renormalises: whether the router's probabilities of the chosen experts are divided by their sum.
+        shared: feed-forward layer that all tokens pass through, with a gate of its own for each token (DeepSeekMoE, 2024); None for none.
+        std: standard deviation of the router's initial matrix.
+    """
+
+    expert: FeedForwardShape
+    num_experts: int
+    num_chosen: int
+    renormalises: bool
+    std: float
+    shared: FeedForwardShape | None = None
+
+    def num_parameters(self, width: int) -> int:
+        """Return the number of weights in a model of this width C."""
+        shared = 0 if self.shared is None else self.shared.num_parameters(width) + width
+        return self.num_experts * (width + self.expert.num_parameters(width)) + shared
+
+    def num_idle(self, width: int) -> int:
+        """Return the number of weights that a token does not pass through."""
+        return (self.num_experts - self.num_chosen) * self.expert.num_parameters(width)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """Attention and a feed-forward layer around a residual stream.
+    """Attention and a feed-forward layer, or a mixture of them, around a residual stream.
 
     Args:
         norm: kind of all norms of the block.
@@ -132,7 +168,7 @@ class BlockShape:
     """
 
     attention: AttentionShape
-    feed_forward: FeedForwardShape
+    feed_forward: FeedForwardShape | MixtureShape
     norm: NormShape
     norms: Literal["before", "after", "around"] = "before"
     is_parallel: bool = False
@@ -187,6 +223,10 @@ class StackShape:
         tables = ((self.num_positions or 0) + self.num_token_types) * width + (relative[0].num_buckets * relative[1] if relative else 0)
         return tables + norms + sum(block.num_parameters(width) for block in self.blocks)
 
+    def num_idle(self, width: int) -> int:
+        """Return the number of weights of experts that a token does not pass through, in a model of this width C."""
+        return sum(block.feed_forward.num_idle(width) for block in self.blocks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
@@ -232,12 +272,14 @@ class Description:
         encoder: stack whose output the decoder attends to; None for none.
         head: layers before the scores.
         has_rows_in: whether matrices are (in, out), as in GPT-2's files, instead of (out, in).
+        balance: factor of the load-balancing loss of the mixtures of experts in training; 0 for none.
     """
 
     stack: StackShape
     head: HeadShape
     encoder: StackShape | None = None
     has_rows_in: bool = False
+    balance: float = 0.0
 
     def num_parameters(self, width: int, vocab_size: int) -> int:
         """Return the number of weights of a model of width C with `vocab_size` token ids; a tied head counts once."""

@@ -66,7 +66,11 @@ class ModelConfig:
         self._check(values, "the config")
         for f in fields(self):
             convert, value = f.metadata.get("convert"), values[f.name]
-            object.__setattr__(self, f.name, value if convert is None or value is None else convert(value))
+            if value is None:
+                value = f.metadata.get("null")
+            elif convert is not None:
+                value = convert(value)
+            object.__setattr__(self, f.name, value)
 
     @classmethod
     def _check(cls, values: dict[str, Any], source: str) -> None:
@@ -251,6 +255,11 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Number of weights; a tied head counts once."""
         return self.description.num_parameters(self.n_embd, self.vocab_size)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that a token passes through: all but those of experts that are not chosen for it."""
+        return self.num_parameters - self.description.stack.num_idle(self.n_embd)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, which transformers loads."""

@@ -7,6 +7,7 @@ rename, slice, split and reshape to views, and `to_hf` may concatenate.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -75,6 +76,52 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """Matrices of all experts of a block as transformers holds them in memory, and files have them in rare cases: one array (E, rows, columns).
+
+    Args:
+        whole: name of the array in the module of the experts.
+        module: name of the experts' list in that module.
+        members: names of an expert's layers in files, whose rows lie one after another.
+    """
+
+    whole: str
+    module: str
+    members: tuple[str, ...]
+
+    def joined(self, state: Arrays) -> Arrays:
+        """Return the arrays with those of each block's experts replaced by one."""
+        pattern = re.compile(rf"(.*\.){re.escape(self.module)}\.(\d+)\.{re.escape(self.members[0])}\.weight")
+        matches = [match for name in state if (match := pattern.fullmatch(name))]
+        taken, wholes = set[str](), Arrays()
+        for path in dict.fromkeys(match[1] for match in matches):
+            experts = sorted(int(match[2]) for match in matches if match[1] == path)
+            names = [[f"{path}{self.module}.{expert}.{member}.weight" for member in self.members] for expert in experts]
+            wholes[path + self.whole] = np.stack([np.concatenate([state[name] for name in of_expert]) for of_expert in names])
+            taken.update(name for of_expert in names for name in of_expert)
+        return {**{name: array for name, array in state.items() if name not in taken}, **wholes}
+
+    def pieces_of(self, name: str, array: npt.NDArray[Any]) -> Arrays:
+        """Return name in files -> view of the array, for each matrix of each expert.
+
+        Raises:
+            DataError: the array has another number of axes, or rows that cannot be divided among the members.
+        """
+        count = len(self.members)
+        if array.ndim != 3 or array.shape[1] % count:
+            raise DataError(
+                f"{name} must be (experts, rows, columns) with rows that are a multiple of {count}, got shape {array.shape}",
+                "use the config it was trained with",
+            )
+        rows, path = array.shape[1] // count, name.removesuffix(self.whole) + self.module
+        return {
+            f"{path}.{expert}.{member}.weight": array[expert, number * rows : (number + 1) * rows]
+            for expert in range(array.shape[0])
+            for number, member in enumerate(self.members)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """Names of a family's weights in its files.
 
@@ -84,6 +131,7 @@ class Names:
         prefix: prefix of all names in the files except those in `outside`.
         outside: our name of a parameter or module -> name in the files, without the prefix.
         joined: layers that are one matrix in the files.
+        stacked: arrays with the matrices of all experts; read, and never written.
         aliases: name in the files -> another name of the same array in the files; written, and ignored when read.
         spare: aliases that other files have with values of their own, which nothing reads.
         older: end of a name in older files -> end of the name today.
@@ -100,6 +148,7 @@ class Names:
     head: str = "lm_head.weight"
     outside: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[Joined, ...] = ()
+    stacked: tuple[Stacked, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
     older: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +177,17 @@ class Names:
             state[alias] = state[name]
         return state
 
+    def to_module(self, arrays: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
+        """Translate arrays as `to_hf` does, but to the state dict of a module in memory, with one array for all experts of a block."""
+        state = self.to_hf(arrays, config)
+        if not self.stacked:
+            return state
+        for whole in self.stacked:
+            state = whole.joined(state)
+        renamed = {new: old for old, new in self.older.items()}
+        ends = {name: next((end for end in renamed if name.endswith(end)), "") for name in state}
+        return {name.removesuffix(end) + renamed[end] if end else name: state[name] for name, end in ends.items()}
+
     def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any, *, has_head: bool = True) -> Arrays:
         """Translate a state dict of transformers' model, or of its part under the prefix alone, to arrays under our names.
 
@@ -139,7 +199,7 @@ class Names:
         """
         arrays: Arrays = {}
         aliases = self._aliases(config)
-        given = {self.today(name): array for name, array in state.items()}
+        given = self.apart({self.today(name): array for name, array in state.items()})
         for alias, theirs in aliases.items():
             if alias in given and theirs not in given:
                 given[theirs] = given[alias]
@@ -157,6 +217,21 @@ class Names:
         if has_head and not config.ties_head and _HEAD not in arrays:
             raise DataError(f"the weights lack {self.head}, which an untied head needs", "set tie_word_embeddings to true or use whole weights")
         return arrays
+
+    def apart(self, state: Arrays) -> Arrays:
+        """Return the arrays, under today's names, with those of all experts replaced by one for each matrix.
+
+        Raises:
+            DataError: an array of all experts has the wrong number of axes or rows, or a matrix of it is there twice.
+        """
+        apart: Arrays = {}
+        for name, array in state.items():
+            whole = next((each for each in self.stacked if name.endswith(f".{each.whole}")), None)
+            pieces = {name: array} if whole is None else whole.pieces_of(name, array)
+            if twice := [piece for piece in pieces if piece in apart or (whole is not None and piece in state)]:
+                raise DataError(f"{name} and {twice[0]} are the same weight", "remove the one that is wrong")
+            apart.update(pieces)
+        return apart
 
     def today(self, name: str) -> str:
         """Return a name in files as transformers writes it today: with the prefix, which some files lack, and with `older` ends replaced."""

@@ -41,7 +41,7 @@ from .run_config import (
     TileChoice,
     with_kept_template,
 )
-from .settings import TrainSettings, known
+from .settings import OptimizerSettings, TrainSettings, known
 from .stored_run import differences, frozen_base_to_start_from, stored_settings
 from .tile_sizes import TILE_FLAGS, in_tiles, table_tiling
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
@@ -49,6 +49,7 @@ from .validation import check_rank, checked_length, nearest, rank_of, trace_rang
 DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
 """Default model."""
+MUON_MOMENTUM: Final = 0.95
 RUNS: Final = Path("runs")
 CHECKPOINTS: Final = "checkpoints"
 """Name of the directory of checkpoints in that of a run."""
@@ -131,7 +132,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             optimizer.optimizer_eps,
             optimizer.beta1,
             optimizer.beta2,
-            optimizer.momentum,
+            optimizer.momentum or 0.0,
             optimizer.grad_clip,
         ),
         "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.warmup_start_lr),
@@ -211,10 +212,17 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     warmup = 10 if optimizer.warmup_steps is None else optimizer.warmup_steps
     alpha, rank = optimizer.lora_alpha, rank_of(settings)
     alpha = float(rank) if alpha is None and rank is not None else alpha
-    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, lora_alpha=alpha)
+    optimizer = with_momentum(replace(optimizer, lr=lr, warmup_steps=warmup, lora_alpha=alpha))
     if run.steps is None and not run.nepochs:
         run = replace(run, steps=DEFAULT_STEPS)
     return with_objective(replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run), config)
+
+
+def with_momentum(optimizer: OptimizerSettings) -> OptimizerSettings:
+    """Fill in the momentum of Muon; replace a momentum of 0 of the others, which earlier versions stored, by their default."""
+    if optimizer.optimizer == "muon":
+        return replace(optimizer, momentum=MUON_MOMENTUM if optimizer.momentum is None else optimizer.momentum)
+    return replace(optimizer, momentum=optimizer.momentum or None)
 
 
 def is_small(preset: str) -> bool:
@@ -312,7 +320,7 @@ class _Continued:
         settings = stored_settings(checkpoint)
         if settings.data.objective is None:  # written when causal was the only objective
             settings = replace(settings, data=replace(settings.data, objective="causal"))
-        return cls(checkpoint, settings)
+        return cls(checkpoint, replace(settings, optimizer=with_momentum(settings.optimizer)))
 
     def with_attention(self, settings: TrainSettings) -> TrainSettings:
         """Inherit `attention` if it is still "auto", because the bits of results depend on it."""

@@ -91,7 +91,7 @@ class StepSpec:
 class OptimizerSpec:
     """The optimizer that updates the weights; fields are named like their flags."""
 
-    kind: Literal["adamw", "adam", "sgd"]
+    kind: Literal["adamw", "adam", "sgd", "muon", "adamw8bit"]
     lr: float
     weight_decay: float
     eps: float
@@ -252,11 +252,6 @@ class LanguageRun:
             machine=self.machine if updater == "cpu" else devices_alone(self.machine, resources.ncpu),
             settings=replace(self.settings, resources=resources),
         )
-
-    def planned(self, order: str, recompute: str) -> Self:
-        """Return the run with the order that a planner has chosen and, if --recompute is auto, the values to recompute in it."""
-        run = self.in_order(order)
-        return run.recomputing(recompute) if self.step.recompute == "auto" else run
 
 
 def with_kept_template(data: DataSpec, checkpoint: Checkpoint) -> DataSpec:

@@ -117,8 +117,8 @@ class OptimizerSettings:
     """scale of LoRA adapters, whose product is multiplied by alpha / RANK (default: the rank)"""
     lora_dropout: float = 0.0
     """dropout probability of the inputs of LoRA adapters"""
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """optimization algorithm, with the update rules of torch.optim; sgd:MOMENTUM sets a momentum, e.g. sgd:0.9 (default momentum: 0)"""
+    optimizer: Literal["adamw", "adam", "sgd", "muon", "adamw8bit"] = "adamw"
+    """update rule of torch.optim; muon: AdamW for all but hidden matrices; sgd:MOMENTUM and muon:MOMENTUM, e.g. sgd:0.9 (default: 0; 0.95)"""
     lr: float | None = None
     """peak learning rate (default: 1e-3 for tiny and llama-tiny, else 3e-4)"""
     weight_decay: float = 0.0
@@ -129,8 +129,8 @@ class OptimizerSettings:
     """decay of Adam's average gradient"""
     beta2: float = 0.95
     """decay of Adam's average squared gradient"""
-    momentum: float = 0.0
-    """momentum of --optimizer sgd"""
+    momentum: float | None = None
+    """momentum of --optimizer sgd (default: 0) or muon (default: 0.95)"""
     grad_clip: float = 0.0
     """clip the norm of the whole gradient to this value; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -307,7 +307,7 @@ SUFFIXES: Final[Mapping[str, Suffix]] = {
     "assignment": Suffix("sched", "@", "ASSIGNMENT", "auto", without=("eager", "prio", "lws", "reuse")),
     "trace": Suffix("trace_steps", "@", "FILE", "all"),
     "tile_table": Suffix("auto_tile", "@", "FILE", "table"),
-    "momentum": Suffix("optimizer", ":", "MOMENTUM", "sgd", without=("adamw", "adam")),
+    "momentum": Suffix("optimizer", ":", "MOMENTUM", "sgd", without=("adamw", "adam", "adamw8bit")),
     "mask_probability": Suffix("objective", ":", "SHARE", "masked", "with a model such as bert-tiny, or drop it", ("causal", "classify")),
 }
 """Settings without a flag of their own."""

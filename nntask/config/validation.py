@@ -197,9 +197,9 @@ def _check_combinations(settings: TrainSettings) -> None:
     if model.attention == "cudnn" and model.dtype != "bf16":
         others = (Setting("--dtype", model.dtype),)
         raise UsageError("computes in bf16, got {0}", "add --dtype bf16, or use --attention flash", flag="--attention", value="cudnn", others=others)
-    if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
+    if settings.optimizer.momentum and settings.optimizer.optimizer not in ("sgd", "muon"):
         raise UsageError(
-            f"belongs to sgd, not {settings.optimizer.optimizer}",
+            f"belongs to sgd and muon, not {settings.optimizer.optimizer}",
             "drop it, or set --beta1",
             flag=flag_of("momentum"),
             value=settings.optimizer.momentum,

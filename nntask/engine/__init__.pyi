@@ -1,12 +1,14 @@
-from .interface import NodesChanged, Outcome, Pending
+from .interface import ModelShapes, NodesChanged, Outcome, Pending
 from .models import build_model
 from .opening import runtime_for
-from .recorded import RecordedEngine, build_optimizer, emit_training_step, outcome_of
+from .recorded import PlannedStep, RecordedEngine, build_optimizer, emit_training_step, outcome_of
 
 __all__ = [
+    "ModelShapes",
     "NodesChanged",
     "Outcome",
     "Pending",
+    "PlannedStep",
     "RecordedEngine",
     "build_model",
     "build_optimizer",

@@ -113,11 +113,33 @@ class NodesChanged(Exception):
     """A cluster lost or gained nodes: the run continues from its last checkpoint with the present nodes. The message is for the user."""
 
 
+class ModelShapes(Protocol):
+    """Tensors of a model and of its optimizer, without data."""
+
+    @property
+    def trained(self) -> Mapping[str, TileTensor]:
+        """Parameters that are learnt, by name."""
+
+    @property
+    def optimizer(self) -> Mapping[str, TileTensor]:
+        """State of the optimizer, by name."""
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """Parameters that one node updates as a whole, each with the name of its matrix."""
+
+
 class Cluster(Protocol):
     """Machines that train together."""
 
-    def open(self, run: RunConfig, dataset: Dataset, say: Callable[[str], None]) -> AbstractContextManager[tuple[Counters, Trained]]:
+    def open(
+        self, run: RunConfig, shapes: ModelShapes, dataset: Dataset, say: Callable[[str], None]
+    ) -> AbstractContextManager[tuple[Counters, Trained]]:
         """Prepare the nodes for a run.
+
+        Args:
+            shapes: tensors of the run's model.
+            say: function that prints a line.
 
         Raises:
             ClusterError: there are too few nodes, or they cannot be used.

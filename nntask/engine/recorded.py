@@ -31,6 +31,8 @@ from ..hardware.flops import known_gemm_peak
 from ..hardware.gpus import gpu_peak
 from ..models.language import LanguageModel
 from ..nn.autograd import accumulation, no_grad
+from ..optim.adamw8bit import AdamW8bit
+from ..optim.muon import Muon, hidden_matrices, muon_groups
 from ..optim.optimizers import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
 from ..optim.sharded import DataShard, Exchange, Transport
 from .interface import Outcome
@@ -68,11 +70,20 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
         on_cpu: whether only CPU workers update, while devices compute the rest.
         tiles_of: numbers of the tiles whose state is held here, by name of the parameter; None for all.
     """
-    groups = decay_groups(model, spec.weight_decay)
+    groups, betas = decay_groups(model, spec.weight_decay), (spec.beta1, spec.beta2)
+    shared: dict[str, Any] = {"max_norm": spec.grad_clip, "tiles_of": tiles_of, "on_cpu": on_cpu}
     if spec.kind == "sgd":
-        return SGD(groups, spec.lr, momentum=spec.momentum, max_norm=spec.grad_clip, tiles_of=tiles_of, on_cpu=on_cpu)
-    kind = Adam if spec.kind == "adam" else AdamW
-    return kind(groups, spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, max_norm=spec.grad_clip, tiles_of=tiles_of, on_cpu=on_cpu)
+        return SGD(groups, spec.lr, momentum=spec.momentum, **shared)
+    if spec.kind == "muon":
+        groups, shared = muon_groups(model, spec.weight_decay), {**shared, "pieces": hidden_matrices(model)}
+        return Muon(groups, spec.lr, momentum=spec.momentum, betas=betas, eps=spec.eps, **shared)
+    kinds = {"adam": Adam, "adamw": AdamW, "adamw8bit": AdamW8bit}
+    return kinds[spec.kind](groups, spec.lr, betas=betas, eps=spec.eps, **shared)
+
+
+def whole_parameters(model: LanguageModel, spec: OptimizerSpec) -> Mapping[str, str]:
+    """Return `Optimizer.whole` before the optimizer is built."""
+    return {name: piece.matrix for name, piece in hidden_matrices(model).items()} if spec.kind == "muon" else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +93,12 @@ class StepSymbols:
     Attributes:
         data: data that exists before the step, by name (`named_data`).
         losses: loss (1,) of each minibatch.
-        squares: sum of squares of the gradient (1,).
+        squares: sum of squares of the gradient (1,); None on a node that does not have it.
     """
 
     data: Mapping[str, Binding]
     losses: Sequence[TileTensor]
-    squares: TileTensor
+    squares: TileTensor | None
 
 
 class PlannedStep(NamedTuple):
@@ -133,7 +144,7 @@ def emit_training_step(
     with accumulation():
         for number, given in zip(numbers, inputs, strict=True):
             with contribution(number) if count > 1 else nullcontext():
-                loss = model(**given, scale=1.0 if "factor" in given else 1 / count, minibatch=number)
+                loss = model(**given, scale=1.0 if "factor" in given else 1 / count, share=1 / count, minibatch=number)
                 loss.backward()
             losses.append(loss.data)
     if exchange is not None:
@@ -249,7 +260,8 @@ class RecordedEngine(Inference):
         self.run, self._sampler = run, sampler
         self.exchange: Exchange | None = None
         if shard is not None and transport is not None:
-            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport)
+            whole = whole_parameters(self.model, run.optimizer)
+            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport, whole)
         tiles_of = None if self.exchange is None else self.exchange.tiles_of
         self.optimizer = build_optimizer(self.model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
         self._minibatch = run.step.minibatch

@@ -29,6 +29,8 @@ from ..hf.model_directory import ModelDirectory, read_values
 from ..io.block_ranges import BlockRange, turned
 from ..io.strided_ranges import FileRange, Rows, windows
 from ..io.units import format_size
+from ..models.blocks import Mixture
+from ..models.language import LanguageModel
 from ..models.registry import build
 from ..tiling.model_tiling import ModelTiling
 from .huggingface import as_stored
@@ -71,7 +73,7 @@ class Convertible:
         """
         stored = ModelDirectory.open(path) if checkpoint is None else weights_of(checkpoint)  # first, because it checks the sizes of the model
         model = build(config, ModelTiling(), CapturingRuntime(1), seed=None)
-        matrices = frozenset(f"{name}.weight" for name in adapted(model))
+        matrices = _matrices(model)
         special = Special() if tokenizer is None else tokenizer.special
         if not isinstance(stored, ModelDirectory):
             return cls(path, config, stored, matrices, tokenizer, special)
@@ -104,6 +106,17 @@ class Convertible:
     def nbytes(self) -> int:
         """Number of bytes of the weights as they are stored now."""
         return sum(_stored_nbytes(each) for each in self.weights.values())
+
+
+def _matrices(model: LanguageModel) -> frozenset[str]:
+    """Return names in the family's files of the matrices of layers, except those that choose or weigh experts."""
+    shapes = {name: tensor.shape for name, tensor in model.tensors().items()}
+    modules, theirs = dict(model.named_modules()), names_of(model.config, shapes)
+    mixtures = [module for module in modules.values() if isinstance(module, Mixture)]
+    experts = {id(layer) for mixture in mixtures for each in mixture.experts for layer in each.layers()}
+    gates = {id(mixture.shared_gate) for mixture in mixtures}
+    added, removed = ({theirs[f"{name}.weight"] for name, module in modules.items() if id(module) in ids} for ids in (experts, gates))
+    return frozenset(f"{name}.weight" for name in adapted(model)) - removed | added
 
 
 def _declared(values: Mapping[str, Any], vocab_size: int) -> Special:
@@ -209,7 +222,7 @@ def _reason_to_stay(source: Convertible, asked: Conversion, name: str, shape: tu
         return "--head quantises it"
     is_table = name in (names.embedding, names.head)
     if not is_table and name not in source.matrices:
-        return "is no matrix of a product"
+        return "is a router of experts, or no matrix of a product"
     columns = shape[0] if is_turned(source.config, name) else shape[-1]
     size = BLOCK_FORMATS[asked.type].block_values
     return f"rows are not whole blocks of {size}" if columns % size else ""

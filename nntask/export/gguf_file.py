@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
 from ..gguf.rope_keys import factors_of
 from ..gguf.split_files import shard_paths
-from ..gguf.tensor_ranges import FLOATS, Heads
+from ..gguf.tensor_ranges import FLOATS, Heads, LocatedTensor
 from ..gguf.text_ends import id_keys
 from ..gguf.vocabulary import NAME
 from ..gguf.vocabulary_keys import keys_of
@@ -58,10 +59,15 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     architecture, metadata = _described(source)
     kinds, stayed = kinds_of(source, asked)
     dtypes, tensors = source.dtypes(), dict[str, tuple[str, tuple[int, ...]]]()
-    here: dict[str, str] = {}
-    for name, shape in source.shapes().items():
-        here[name], there = _placed(architecture, name, shape)
-        tensors[here[name]] = _kind(here[name], shape, kinds[name], dtypes[name]), there
+    targets = _targets(architecture, source)
+    kinds |= {name: "" for name, (short, _) in targets.items() if architecture.is_router(short)}
+    for name, (short, shape) in targets.items():
+        kind = _kind(short, shape, kinds[name], dtypes[name])
+        if tensors.setdefault(short, (kind, shape)) != (kind, shape):
+            raise UsageError(
+                f"experts of a block are one tensor in GGUF files, and {name} would be {kind} in {short}, which is {tensors[short][0]}",
+                "let all of them stay with --keep, or none",
+            )
     factors = _factors(source.config)
     tensors = {**{name: ("F32", values.shape) for name, values in factors.items()}, **tensors}
     metadata |= {"general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
@@ -73,8 +79,9 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
             located = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
             for name, values in factors.items():
                 located[name].values().write(values)
-            blocks = {name: located[here[name]].blocks() for name in staying(source, kinds)}
-            copy_weights(source, {name: located[short].values() for name, short in here.items()}, blocks, kinds, asked)
+            apart = {name: _apart(located[short], name) for name, (short, _) in targets.items()}
+            blocks = {name: apart[name].blocks() for name in staying(source, kinds)}
+            copy_weights(source, {name: each.values() for name, each in apart.items()}, blocks, kinds, asked)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}", "make room or name another file") from error
     weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name not in ALL_FACTORS)
@@ -91,7 +98,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
     values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
     metadata = metadata_of(values, architecture)
-    shapes = dict(_placed(architecture, name, shape) for name, shape in source.shapes().items())
+    shapes = dict(_targets(architecture, source).values())
     advice = f"{source.path} cannot be written as GGUF, whose {architecture.name} is another model in"
     try:
         values, _ = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
@@ -105,17 +112,28 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     return architecture, metadata
 
 
-def _placed(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return the name and the shape of a tensor in a GGUF file."""
-    short = architecture.name_here(name)
-    if short is None:
-        raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}", "write a directory instead")
-    return short, shape[::-1] if architecture.is_transposed(short) else shape
+def _targets(architecture: Architecture, source: Convertible) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return name in the family's files -> name and shape of the tensor of a GGUF file that it is, or that it is a part of."""
+    shapes, targets = source.shapes(), dict[str, tuple[str, tuple[int, ...]]]()
+    for name, shape in shapes.items():
+        short = architecture.name_here(name)
+        if short is None:
+            raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}", "write a directory instead")
+        there = shape[::-1] if architecture.is_transposed(short) else shape
+        targets[name] = short, there[1:] if architecture.is_row(short) else there
+    counts = Counter(short for short, _ in targets.values())
+    return {name: (short, (counts[short], *shape) if architecture.has_experts(short) else shape) for name, (short, shape) in targets.items()}
+
+
+def _apart(tensor: LocatedTensor, name: str) -> LocatedTensor:
+    """Return the part of a tensor that has the given name in the family's files: one expert, or all of it."""
+    architecture = tensor.architecture
+    return tensor.expert(architecture.expert_of(name)) if architecture.has_experts(tensor.name) else tensor
 
 
 def _kind(name: str, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> str:
-    """Return the type of a tensor: llama.cpp needs F32 for vectors and positions."""
-    if len(shape) == 1 or name == POSITIONS:
+    """Return the type of a tensor: llama.cpp needs F32 for vectors and positions, and keeps routers in it."""
+    if len(shape) == 1 or name == POSITIONS or Architecture.is_router(name):
         return "F32"
     return kind.upper() if kind in BLOCK_FORMATS or kind.upper() in FLOATS else _STORED.get(dtype, "F32").replace("F64", "F32")
 

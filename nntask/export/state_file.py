@@ -6,6 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
+
 from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
 from ..errors import DataError, StorageError, UsageError
 from ..io.atomic_write import written_aside
@@ -41,7 +43,7 @@ def export_state(source: Checkpoint, path: Path, *, content: Literal["weights", 
         source: checkpoint to export; of one with adapters, the weights are those of the adapters.
         path: file to write.
         content: tensors to write.
-        dtype: "fp32", "fp16", "bf16", or "auto" for the element type of each tensor in the checkpoint.
+        dtype: "fp32", "fp16", "bf16", or "auto" for the element type of each tensor in the checkpoint, which codes of 8 bits keep in any case.
         force: whether to replace an existing safetensors file.
 
     Raises:
@@ -55,7 +57,8 @@ def export_state(source: Checkpoint, path: Path, *, content: Literal["weights", 
     source.verify(_FILES[content])
     with TensorFile(source.path / _FILES[content]) as file:
         ranges = file.ranges()
-    kinds = {name: each.dtype if dtype == "auto" else STORAGE[dtype] for name, each in ranges.items()}
+    is_kept = {name: dtype == "auto" or each.dtype == np.uint8 for name, each in ranges.items()}  # codes of 8 bits are no numbers
+    kinds = {name: each.dtype if is_kept[name] else STORAGE[dtype] for name, each in ranges.items()}
     try:
         with written_aside(path) as new:
             targets = new_file(new, {name: (each.shape, kinds[name]) for name, each in ranges.items()}, {})

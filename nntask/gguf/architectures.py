@@ -1,11 +1,13 @@
 """Architectures of GGUF files: our family of each, the names of its tensors, and the differences of its layout from transformers' files.
 
 Names are those of llama.cpp (``gguf.constants``, ``gguf.tensor_mapping``). Its LLaMA has the rows of queries and keys in the order in which rotary
-positions turn them. Its Gemma has norms that include the 1 which transformers' model adds. All matrices are (out, in), also those of GPT-2.
+positions turn them. Its Gemma has norms that include the 1 which transformers' model adds. All matrices are (out, in), also those of GPT-2. The
+matrices of all experts of a block are one tensor (experts, out, in).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -19,6 +21,10 @@ ALL_FACTORS: Final = (ROTARY_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 EMBEDDING: Final = "token_embd.weight"
 HEAD: Final = "output.weight"
 POSITIONS: Final = "position_embd.weight"
+_ROUTER: Final = ".ffn_gate_inp.weight"
+_SHARED_GATE: Final = ".ffn_gate_inp_shexp.weight"
+_EXPERTS: Final = "_exps.weight"
+_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +35,7 @@ class Architecture:
         name: value of general.architecture.
         model_types: our families that are written with it; a file is read as the first, unless its keys determine another.
         blocks: prefix of the names of blocks in transformers' files.
-        inside: module of a block in transformers' files -> its name in GGUF files.
+        inside: module of a block in transformers' files, with * for the number of an expert -> its name in GGUF files.
         outside: other modules.
         transposed: names of modules whose matrices are (in, out) in transformers' files.
         paired: whether rows of queries and keys are in pairs.
@@ -55,18 +61,39 @@ class Architecture:
         path, _, kind = name.rpartition(".")
         if path in self.outside:
             return f"{self.outside[path]}.{kind}"
-        number, _, module = path.removeprefix(self.blocks).partition(".")
+        number, _, module = _NUMBER.sub(".experts.*.", path.removeprefix(self.blocks)).partition(".")
         if not path.startswith(self.blocks) or module not in self.inside:
             return None
         return f"{_BLOCK}{number}.{self.inside[module]}.{kind}"
 
-    def name_there(self, name: str) -> str:
-        """Return the name in transformers' files of a tensor of a GGUF file; the same name if it is unknown."""
+    def name_there(self, name: str, expert: int = 0) -> str:
+        """Return the name in transformers' files of a tensor of a GGUF file, or of one expert in it; the same name if it is unknown."""
         path, _, kind = name.rpartition(".")
         number, _, short = path.removeprefix(_BLOCK).partition(".")
         if path.startswith(_BLOCK) and short in self.theirs:
-            return f"{self.blocks}{number}.{self.theirs[short]}.{kind}"
+            return f"{self.blocks}{number}.{self.theirs[short].replace('*', str(expert))}.{kind}"
         return f"{self.theirs[path]}.{kind}" if path in self.theirs else name
+
+    @staticmethod
+    def expert_of(name: str) -> int:
+        """Return the number of the expert that a name in transformers' files has; 0 if it has none."""
+        match = _NUMBER.search(name)
+        return 0 if match is None else int(match[1])
+
+    @staticmethod
+    def has_experts(name: str) -> bool:
+        """Return whether the tensor with this name in GGUF files has the matrices of all experts of a block."""
+        return name.endswith(_EXPERTS)
+
+    @staticmethod
+    def is_row(name: str) -> bool:
+        """Return whether the vector with this name in GGUF files is a matrix of one row in transformers' files."""
+        return name.endswith(_SHARED_GATE)
+
+    @staticmethod
+    def is_router(name: str) -> bool:
+        """Return whether the tensor with this name in GGUF files chooses or weighs experts, and llama.cpp keeps it in F32."""
+        return name.endswith((_ROUTER, _SHARED_GATE))
 
     def is_transposed(self, name: str) -> bool:
         """Return whether the matrix with this name in GGUF files is (in, out) in transformers' files."""
@@ -99,7 +126,25 @@ _NORMS_AROUND: Final = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_LLAMA: Final = Architecture(name="llama", model_types=("llama", "mistral"), inside=_INSIDE, outside=_OUTSIDE, paired=True)
+_ATTENTION: Final = {module: short for module, short in _INSIDE.items() if not module.startswith("mlp.")}
+
+
+def _mixture(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return the names of a router, and of the matrices of experts."""
+    return {router: "ffn_gate_inp", **{f"{experts}.*.{name}": f"ffn_{kind}_exps" for name, kind in ((gate, "gate"), (up, "up"), (down, "down"))}}
+
+
+_MIXTURE: Final = _mixture("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+_SHARED: Final = {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"} | {
+    f"mlp.shared_expert.{kind}_proj": f"ffn_{kind}_shexp" for kind in ("gate", "up", "down")
+}
+_LLAMA: Final = Architecture(
+    name="llama",
+    model_types=("llama", "mistral", "mixtral"),
+    inside={**_INSIDE, **_mixture("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")},
+    outside=_OUTSIDE,
+    paired=True,
+)
 
 _ALL: Final = (
     Architecture(
@@ -118,8 +163,11 @@ _ALL: Final = (
         transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
     _LLAMA,
-    replace(_LLAMA, name="qwen2", model_types=("qwen2",), paired=False),
+    replace(_LLAMA, name="olmoe", model_types=("olmoe",), paired=False, inside={**_ATTENTION, **_HEAD_NORMS, **_MIXTURE}),
+    replace(_LLAMA, name="qwen2", model_types=("qwen2",), paired=False, inside=_INSIDE),
+    replace(_LLAMA, name="qwen2moe", model_types=("qwen2_moe",), paired=False, inside={**_ATTENTION, **_MIXTURE, **_SHARED}),
     replace(_LLAMA, name="qwen3", model_types=("qwen3",), paired=False, inside={**_INSIDE, **_HEAD_NORMS}),
+    replace(_LLAMA, name="qwen3moe", model_types=("qwen3_moe",), paired=False, inside={**_ATTENTION, **_HEAD_NORMS, **_MIXTURE}),
     replace(
         _LLAMA,
         name="gemma2",

@@ -37,6 +37,7 @@ NO_WINDOWS: Final = ("llama", "phi3")
 _PERIODS: Final = {"gemma2": 2, "gemma3": 6}
 """Architecture -> period in which one block is full, unless a key gives another."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_EXPERT_SIZE, _SHARED_SIZE = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _GPT2_KEYS: Final = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -120,6 +121,10 @@ def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: s
         ("attention.head_count", heads, "blk.0.attn_qkv.weight", 0, (heads + 2 * shared) * size),
         ("context_length", values.get("n_positions"), POSITIONS, 0, values.get("n_positions")),
     ]
+    if (count := values.get("num_local_experts", values.get("num_experts"))) is not None:
+        size = values.get("moe_intermediate_size", inner)
+        claimed += [("expert_count", count, "blk.0.ffn_gate_inp.weight", 0, count), (_EXPERT_SIZE, size, "blk.0.ffn_up_exps.weight", 1, size)]
+        claimed += [("expert_count", count, each, 0, count) for each in shapes if Architecture.has_experts(each)]
     for key, value, tensor, axis, expected in claimed:
         shape = shapes.get(tensor)
         if shape is not None and (axis >= len(shape) or shape[axis] != expected):
@@ -174,9 +179,40 @@ def _head_size(values: Values) -> int:
 
 def _llama(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
     values = {**_hidden(keys, tensors), "hidden_act": "silu"}
+    if keys.number("expert_count", 0):
+        return {"model_type": "mixtral", **values, **_experts(keys, "num_local_experts"), "sliding_window": keys.number(_WINDOW, 0) or None}
     if window := keys.number(_WINDOW, 0):
         return {"model_type": "mistral", "sliding_window": window, **values}
     return {"model_type": "llama", "attention_bias": tensors.has("attn_q.bias"), "mlp_bias": tensors.has("ffn_up.bias"), **values}
+
+
+def _experts(keys: Keys, name: str) -> dict[str, Any]:
+    """Return the numbers of experts, the first one under `name`."""
+    return {name: keys.count("expert_count"), "num_experts_per_tok": keys.count("expert_used_count")}
+
+
+def _olmoe(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    return {"model_type": "olmoe", **_hidden(keys, tensors), **_experts(keys, "num_experts"), "norm_topk_prob": False}
+
+
+def _qwen2_moe(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = _qwen_moe(keys, tensors, "num_experts")
+    keys.equal("expert_shared_count", 1, "the shared expert of this architecture")
+    shared = keys.count(_SHARED_SIZE, values["intermediate_size"])
+    bias = {"qkv_bias": tensors.has("attn_q.bias"), "norm_topk_prob": False}
+    return {"model_type": "qwen2_moe", **values, **bias, "shared_expert_intermediate_size": shared}
+
+
+def _qwen3_moe(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = _qwen_moe(keys, tensors, "num_local_experts")
+    return {"model_type": "qwen3_moe", **values, "head_dim": _head_size(values), "norm_topk_prob": True}
+
+
+def _qwen_moe(keys: Keys, tensors: _Tensors, name: str) -> dict[str, Any]:
+    """Return the values that Qwen's mixtures share; in llama.cpp all blocks have experts, by default of an equal share of the width."""
+    values = {**_hidden(keys, tensors), **_experts(keys, name), "use_sliding_window": False}
+    size = keys.count(_EXPERT_SIZE, values["intermediate_size"] // values["num_experts_per_tok"])
+    return {**values, "moe_intermediate_size": size}
 
 
 def _qwen2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
@@ -250,8 +286,11 @@ def _turned(keys: Keys, values: Values) -> float:
 _READERS: Final[Mapping[str, Callable[[Keys, _Tensors], dict[str, Any]]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
+    "olmoe": _olmoe,
     "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
@@ -287,8 +326,12 @@ def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
         "vocab_size": values["vocab_size"],
     }
     keys |= {_LAYER: values["layer_norm_eps"]} if name == "phi2" else {_RMS: values["rms_norm_eps"]}
-    if values.get("sliding_window") and (name in ("gemma2", "gemma3", "phi3") or values["model_type"] == "mistral"):
+    if values.get("sliding_window") and (name in ("gemma2", "gemma3", "phi3") or values["model_type"] in ("mistral", "mixtral")):
         keys[_WINDOW] = values["sliding_window"]
+    if "num_experts_per_tok" in values:
+        keys |= {"expert_count": values.get("num_local_experts", values.get("num_experts")), "expert_used_count": values["num_experts_per_tok"]}
+    sizes = ((_EXPERT_SIZE, "moe_intermediate_size"), (_SHARED_SIZE, "shared_expert_intermediate_size"))
+    keys |= {key: values[name] for key, name in sizes if name in values}
     if name in _PERIODS:
         keys |= _metadata_of_gemma(values, name)
     return keys | scaling_keys(values.get("rope_scaling"))

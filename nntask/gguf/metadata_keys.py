@@ -19,6 +19,8 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "expert_count": ((0,), "experts"),
     "expert_used_count": ((0,), "experts"),
     "expert_shared_count": ((0,), "experts"),
+    "expert_gating_func": ((0, 1), "weights of experts that are no softmax"),
+    "expert_weights_scale": ((0, 1), "scaled weights of experts"),
     "attention.causal": ((True,), "tokens that see later tokens"),
     "attention.clamp_kqv": ((0,), "clamped queries, keys and values"),
     "attention.max_alibi_bias": ((0,), "ALiBi in place of rotary positions"),

@@ -76,11 +76,13 @@ class GgufModel:
         ids = ids_from(shards.metadata, self.values["vocab_size"])
         self.values |= ids
         architecture, heads = ARCHITECTURES[shards.metadata["general.architecture"]], Heads.of(self.values)
-        self.tensors = {
-            architecture.name_there(name): LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
-            for name, (file, each) in shards.tensors.items()
-            if name not in ALL_FACTORS and not (ties and name == HEAD)
-        }
+        self.tensors: dict[str, LocatedTensor] = {}
+        for name, (file, each) in shards.tensors.items():
+            located = LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
+            if architecture.has_experts(name):
+                self.tensors |= {architecture.name_there(name, expert): located.expert(expert) for expert in range(each.shape[0])}
+            elif name not in ALL_FACTORS and not (ties and name == HEAD):
+                self.tensors[architecture.name_there(name)] = located
         self._metadata, self._ids = shards.metadata, ids
 
     @property

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Final
 
 import ml_dtypes
@@ -76,6 +77,11 @@ class LocatedTensor:
         found = BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 and self.name != POSITIONS else None
         return found if found is not None and self.shape[-1] % found.block_values == 0 else None
 
+    def expert(self, number: int) -> LocatedTensor:
+        """Return the matrix of one expert of a tensor (experts, out, in)."""
+        nbytes = prod(self.shape[1:]) // self.type.block_values * self.type.block_bytes
+        return replace(self, shape=self.shape[1:], offset=self.offset + number * nbytes)
+
     def blocks(self) -> FileRange:
         """Return the bytes of a matrix in blocks, (out, bytes of a row)."""
         file, offset = self._paired()
@@ -96,10 +102,11 @@ class LocatedTensor:
             if dtype != _ITEM:
                 raise DataError(f"{self.name} in {self.file.path} has the type {self.type.name}, and norms are F32", "convert the model again")
             file, offset = ShiftedValues(file, offset, shift), 0
-        strides = strides_of(self.shape, dtype)
-        if self.architecture.is_transposed(self.name) and len(self.shape) == 2:
-            return FileRange(file, dtype, offset, self.shape[::-1], strides[::-1])
-        return FileRange(file, dtype, offset, self.shape, strides)
+        shape = (1, *self.shape) if self.architecture.is_row(self.name) and len(self.shape) == 1 else self.shape
+        strides = strides_of(shape, dtype)
+        if self.architecture.is_transposed(self.name) and len(shape) == 2:
+            return FileRange(file, dtype, offset, shape[::-1], strides[::-1])
+        return FileRange(file, dtype, offset, shape, strides)
 
     @property
     def _row_nbytes(self) -> int:

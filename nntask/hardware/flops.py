@@ -51,7 +51,7 @@ def flop_counts(
     *,
     n: int,
     d: int,
-    i: int,
+    i: float,
     layers: int,
     vocab: int,
     num_parameters: int,
@@ -98,13 +98,13 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
     count = partial(
         flop_counts,
         d=config.n_embd,
-        i=config.inner_size,
+        i=_inner_size(config),
         a=config.n_head * config.head_size,
         k=config.n_kv_head * config.head_size,
         m=config.num_inner_matrices,
         flash=flash,
     )
-    layers, total, adapters = len(described.stack.blocks), config.num_parameters, num_adapter_weights
+    layers, total, adapters = len(described.stack.blocks), config.num_active_parameters, num_adapter_weights
     if described.encoder is None:
         return count(n=seq_len, layers=layers, vocab=vocab, scored=scored, num_parameters=total, num_adapter_weights=adapters)
     of_source = layers * 2 * config.n_embd * config.n_kv_head * config.head_size  # weights for keys and values of the encoder's output
@@ -122,6 +122,15 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
     products = 2.0 * seq_len * of_source
     backward = read.backward + said.backward + (products if adapters else 2 * products)
     return FlopCounts(read.forward + said.forward + products, backward, read.model + said.model, said.formula)
+
+
+def _inner_size(config: ModelConfig) -> float:
+    """Return the width inside the feed-forward layers that a token passes through, on average over blocks if some have experts."""
+    blocks, width = config.description.stack.blocks, config.n_embd
+    if not config.description.stack.num_idle(width):
+        return config.inner_size
+    weights = sum(block.feed_forward.num_parameters(width) - block.feed_forward.num_idle(width) for block in blocks)
+    return weights / (len(blocks) * config.num_inner_matrices * width)
 
 
 @cache

@@ -52,6 +52,8 @@ def _tile_flags(task: str) -> str:
         return "--vocab-tile"
     if "attention" in task:
         return "--seq-tile or --head-tile"
+    if "muon" in task:
+        return "--inner-tile or --embd-tile"
     if "adam" in task or "sgd" in task:
         return "--inner-tile or --vocab-tile"
     return "--minibatch-tile or --seq-tile"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architecture.family_config import ModelConfig
-from ..architecture.names import Arrays
+from ..architecture.names import Arrays, Names
 from ..io.strided_ranges import FileRange, OpenFile, RowGroups, Rows, strides_of
 
 
@@ -59,6 +59,20 @@ class FileLayout:
         whole = self.ranges[self._names[number]]
         found = FileRange(whole.file, whole.dtype, whole.offset + offset - self._starts[number], array.shape, array.strides)
         return RowGroups.of(found) if array.ndim > len(whole.shape) else found
+
+
+def split_experts(ranges: Mapping[str, FileRange], names: Names) -> Mapping[str, FileRange]:
+    """Return the byte ranges of files with those of arrays of all experts replaced by one for each matrix, under today's names.
+
+    Raises:
+        DataError: such an array has the wrong number of axes or rows, or a matrix of it is there twice.
+    """
+    if not any(name.endswith(tuple(f".{each.whole}" for each in names.stacked)) for name in ranges):
+        return ranges
+    layout = FileLayout(ranges)
+    apart = names.apart({names.today(name): array for name, array in layout.arrays().items()})
+    of_names = ((name, layout.range_of(array)) for name, array in apart.items())
+    return {name: each for name, each in of_names if isinstance(each, FileRange)}
 
 
 def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:

@@ -33,7 +33,7 @@ from ..io.terminal_text import python_command, python_text
 from ..io.tile_sources import Stored, TileSource
 from ..models.registry import config_from_dict
 from ..nn.module import Blocks
-from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
+from .layout import FileLayout, blanks, names_of, shapes_of, split_experts, ties_of
 from .shard_index import INDEX, indexed_files
 
 CONFIG: Final = "config.json"
@@ -140,7 +140,7 @@ class ModelDirectory:
         ranges, formats = stored_ranges(path)
         held = sum(formats[name].columns(prod(each.shape)) if name in formats else prod(each.shape) for name, each in ranges.items())
         check_num_weights(stored.num_parameters, held, f"the config of {path}", "its files hold", "copy both from one model")
-        return cls(path, stored if config is None else config, ranges, stored, formats)
+        return cls(path, stored if config is None else config, split_experts(ranges, stored.names), stored, formats)
 
     @property
     def has_head(self) -> bool:

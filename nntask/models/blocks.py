@@ -21,10 +21,11 @@ from typing import Any
 from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 
-from ..architecture.description import AttentionShape, BlockShape, FeedForwardShape, NormShape
+from ..architecture.description import AttentionShape, BlockShape, FeedForwardShape, MixtureShape, NormShape
 from ..architecture.rotary import Rotary
 from ..nn import functional
 from ..nn.autograd import Tensor
+from ..nn.experts import Routed, mixture, routed
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import EncoderPast, LayerPast
 from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
@@ -85,6 +86,7 @@ class ForwardPass:
         across_documents: (B, T) and (B, S) int32, numbers of documents of a decoder's and of the encoder's tokens; None if all tokens see all.
         positions: (B, T) int32, positions of tokens in their texts, or rows of the table that do not begin at 0; None for its first T rows.
         token_types: (B, T) int32; None if the model has none.
+        routed: list that receives the routing of each mixture of experts, for their load-balancing loss; None without that loss.
     """
 
     masks: Masks | None
@@ -95,6 +97,7 @@ class ForwardPass:
     across_documents: tuple[TileTensor, TileTensor] | None = None
     positions: TileTensor | None = None
     token_types: TileTensor | None = None
+    routed: list[Routed] | None = None
 
 
 class Attention(Module):
@@ -111,11 +114,17 @@ class Attention(Module):
         self.v = made.linear(made.width, keys, (embd_tile, key_tile), std=shape.kv_std, has_bias=shape.has_bias)
         self.out = made.linear(queries, made.width, (query_tile, embd_tile), std=shape.out_std, has_bias=shape.has_out_bias)
         norm, relative = shape.head_norm, shape.relative
-        self.q_norm = None if norm is None else HeadNorm(shape.head_size, norm.eps, norm.offset)
-        self.k_norm = None if norm is None else HeadNorm(shape.head_size, norm.eps, norm.offset)
+        self.q_norm = None if norm is None else self._norm(norm, queries, query_tile)
+        self.k_norm = None if norm is None else self._norm(norm, keys, key_tile)
         self.relative = None
         if relative is not None and has_table:
             self.relative = Embedding(relative.num_buckets, shape.num_heads, (-1, made.tiling.head_tile), std=relative.std)
+
+    def _norm(self, norm: NormShape, width: int, tile: int) -> RMSNorm:
+        """Return the norm of queries or keys, each head by itself or all together."""
+        if self.shape.has_joint_norm:
+            return RMSNorm(width, tile, norm.eps, norm.offset)
+        return HeadNorm(self.shape.head_size, norm.eps, norm.offset)
 
     def __call__(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -152,7 +161,7 @@ class Attention(Module):
         size, scale = self.shape.head_size, self.shape.scale
         return functional.attention(q, k, v, head_size=size, scale=scale, dropout=dropout, flash=self.flash, library=self.library, **how)
 
-    def _placed(self, x: Tensor, norm: HeadNorm | None, given: ForwardPass) -> Tensor:
+    def _placed(self, x: Tensor, norm: RMSNorm | None, given: ForwardPass) -> Tensor:
         """Return queries or keys, normed head by head and rotated by their positions: (B, T, H*D) -> (B, T, H*D)."""
         rotary = self.shape.rotary
         if norm is not None:
@@ -172,13 +181,44 @@ class FeedForward(Module):
         self.dropout = made.dropout(shape.dropout)
         self.down = made.linear(inner, width, tile[::-1], std=shape.out_std, has_bias=shape.has_bias)
 
-    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
+    def __call__(self, x: Tensor, given: ForwardPass) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
+        masks = given.masks
         if self.gate is None:
             h = self.up(x, masks)  # activation((B, T, C) @ W) -> (B, T, I)
         else:
             h = functional.gated(self.gate(x, masks), self.up(x, masks), self.activation)  # activation((B, T, C) @ W) * the same -> (B, T, I)
         return self.down(self.dropout(h, masks), masks)  # (B, T, I) -> (B, T, C)
+
+    def layers(self) -> list[Linear]:
+        """Return the layers of the gate, if there is one, before the activation and after it."""
+        return [layer for layer in (self.gate, self.up, self.down) if layer is not None]
+
+
+class Mixture(Module):
+    """Mixture of experts: (B, T, C) -> (B, T, C). Adapters leave its router and its experts alone."""
+
+    def __init__(self, shape: MixtureShape, made: Construction) -> None:
+        self.names, self.shape = made.names, shape
+        width, tile, count = made.width, made.tiling.embd_tile, shape.num_experts
+        self.router = made.linear(width, count, (tile, count), std=shape.std, has_bias=False)
+        self.experts = [FeedForward(shape.expert, made) for _ in range(count)]
+        self.shared = self.shared_gate = None
+        if shape.shared is not None:
+            self.shared = FeedForward(shape.shared, made)
+            self.shared_gate = made.linear(width, 1, (tile, 1), std=shape.std, has_bias=False)
+        for layer in (self.router, *(layer for expert in self.experts for layer in expert.layers())):
+            layer.takes_adapter = False
+
+    def __call__(self, x: Tensor, given: ForwardPass) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        routing = routed(self.router(x), self.shape.num_chosen, renormalises=self.shape.renormalises)  # (B, T, C) @ (E, C)^T -> (B, T, E)
+        if given.routed is not None:
+            given.routed.append(routing)
+        y = None
+        if self.shared is not None and self.shared_gate is not None:  # sigmoid((B, T, C) @ (1, C)^T) * (B, T, C) -> (B, T, C)
+            y = functional.row_gated(self.shared_gate(x), self.shared(x, given))
+        return mixture(x, routing, [tuple(layer.weight for layer in expert.layers()) for expert in self.experts], y)  # -> (B, T, C)
 
 
 class Block(Module):
@@ -196,7 +236,8 @@ class Block(Module):
             self.cross = Attention(shape.cross, made)
             self.cross_dropout = made.dropout(shape.dropout)
         self.feed_forward_norm = made.norm(shape.norm) if shape.has_two_norms else None
-        self.feed_forward = FeedForward(shape.feed_forward, made)
+        kind = shape.feed_forward
+        self.feed_forward = Mixture(kind, made) if isinstance(kind, MixtureShape) else FeedForward(kind, made)
         self.feed_forward_end_norm = made.norm(shape.norm) if is_around else None
         self.feed_forward_dropout = made.dropout(shape.dropout)
 
@@ -214,20 +255,20 @@ class Block(Module):
         assert self.feed_forward_norm is not None  # only parallel layers share one
         x, h = self.feed_forward_norm.after_add(x, a)  # x + a and its norm, (B, T, C) each
         del a
-        return x + self.feed_forward_dropout(_normed(self.feed_forward(h, given.masks), self.feed_forward_end_norm), given.masks)  # (B, T, C)
+        return x + self.feed_forward_dropout(_normed(self.feed_forward(h, given), self.feed_forward_end_norm), given.masks)  # (B, T, C)
 
     def _beside(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
         """Return x + attention(norm(x)) + feed_forward(norm(x)) (Wang and Komatsuzaki, GPT-J, 2021)."""
         h = self.attention_norm(x)
         a = self.attention_dropout(self.attention(h, given, past), given.masks)
         h = h if self.feed_forward_norm is None else self.feed_forward_norm(x)
-        return x + a + self.feed_forward_dropout(self.feed_forward(h, given.masks), given.masks)
+        return x + a + self.feed_forward_dropout(self.feed_forward(h, given), given.masks)
 
     def _normed_after(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
         """Return x = norm(x + attention(x)), then norm(x + feed_forward(x)) (Vaswani et al., 2017)."""
         assert self.feed_forward_norm is not None  # only parallel layers share one
         _, x = self.attention_norm.after_add(x, self.attention_dropout(self.attention(x, given, past), given.masks))
-        _, x = self.feed_forward_norm.after_add(x, self.feed_forward_dropout(self.feed_forward(x, given.masks), given.masks))
+        _, x = self.feed_forward_norm.after_add(x, self.feed_forward_dropout(self.feed_forward(x, given), given.masks))
         return x
 
 

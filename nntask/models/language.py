@@ -22,6 +22,7 @@ from ..architecture.family_config import ModelConfig
 from ..errors import UsageError
 from ..nn import functional
 from ..nn.autograd import Tensor
+from ..nn.experts import Routed, balance_loss, sum_of_losses
 from ..nn.functional import Masks
 from ..nn.kv_cache import KVCache, Past
 from ..nn.layers import Linear
@@ -117,7 +118,14 @@ class LanguageModel(Module, ABC):
                 raise UsageError(f"{error} (tile sizes are --embd-tile, --inner-tile and, times the size of a head, --head-tile)") from error
 
     @abstractmethod
-    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
+    def trunk(
+        self,
+        tokens: TileTensor,
+        masks: Masks | None,
+        past: Past | None = None,
+        given: ExtraInputs = NO_EXTRAS,
+        routed: list[Routed] | None = None,
+    ) -> Tensor:
         """Return the features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.
 
         Args:
@@ -126,6 +134,7 @@ class LanguageModel(Module, ABC):
             past: cached keys and values of the preceding tokens, to which the keys and values of these tokens are added; None if the sequences begin
                 with these tokens.
             given: further inputs.
+            routed: list that receives the routing of each mixture of experts; None if it is not needed.
         """
 
     def input_tensors(self, batch: int, seq_len: int | None = None) -> tuple[TileTensor, TileTensor]:
@@ -180,6 +189,7 @@ class LanguageModel(Module, ABC):
         factor: TileTensor | None = None,
         reduction: str = "mean",
         scale: float = 1.0,
+        share: float = 1.0,
         minibatch: int = 0,
         **given: TileTensor,
     ) -> Tensor:
@@ -191,6 +201,8 @@ class LanguageModel(Module, ABC):
             factor: (1,) fp32, factor of the sum of the losses instead of the mean's: 1 / number of targets that count.
             reduction: "mean" over the targets, or "sum".
             scale: factor of the loss; 1 / n for each of n equal minibatches makes their sum the mean over the batch.
+            share: part of the batch that is in this minibatch, the factor of the load-balancing loss of mixtures of experts. That loss is added in
+                training if the config asks for it.
             minibatch: index of this forward pass within the step; it selects the dropout masks.
             given: fields of `ExtraInputs`.
 
@@ -202,7 +214,9 @@ class LanguageModel(Module, ABC):
         """
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}', "choose one of them")
-        x = self.hidden(tokens, minibatch, self._given(given))  # (B, T, C)
+        inputs, balance = self._given(given), self.config.description.balance if self.training else 0.0
+        routed: list[Routed] | None = [] if balance else None
+        x = self.hidden(tokens, minibatch, inputs, routed)  # (B, T, C)
         if targets.shape != x.shape[:2] or targets.tile[0] != tokens.tile[0]:
             raise UsageError(
                 f"targets must be {x.shape[:2]} with tiles of {tokens.tile[0]} sequences, one for each score, got {targets!r} with {tokens!r}",
@@ -210,9 +224,10 @@ class LanguageModel(Module, ABC):
             )
         if reduction == "mean" and factor is None:
             scale /= targets.shape[0] * targets.shape[1]
-        return functional.linear_cross_entropy(  # (B, T, C) @ (V, C)^T -> (1,)
+        loss = functional.linear_cross_entropy(  # (B, T, C) @ (V, C)^T -> (1,)
             x, self.lm_head, targets, scale=scale, bias=self.head_bias, factor=factor, cap=self.head_cap
         )
+        return sum_of_losses(loss, balance_loss(routed, inputs.documents, scale=balance * share)) if routed else loss
 
     def _given(self, arrays: dict[str, TileTensor]) -> ExtraInputs:
         """Return the further inputs, if the model uses all of them.
@@ -230,7 +245,7 @@ class LanguageModel(Module, ABC):
             raise UsageError(f"a {kind} has an encoder and a decoder, and decoder_tokens are missing", "give tokens of both")
         return ExtraInputs(**arrays)
 
-    def hidden(self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS) -> Tensor:
+    def hidden(self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS, routed: list[Routed] | None = None) -> Tensor:
         """Return the features before the head, for sequences without a past: (B, T) int32 -> (B, T, C).
 
         Raises:
@@ -241,7 +256,7 @@ class LanguageModel(Module, ABC):
             raise UsageError(
                 f"tokens must be (B, T) with T at most {self.config.positions_key} = {limit}, got {tokens.shape}", "shorten the sequences"
             )
-        return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given)
+        return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given, routed=routed)
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the scores of features: (B, T, C) -> (B, T, V)."""

@@ -196,14 +196,14 @@ class MlpMixer(LanguageModel):
         }
 
     def __call__(  # type: ignore[override]
-        self, images: TileTensor, targets: TileTensor, *, reduction: str = "mean", scale: float = 1.0, minibatch: int = 0
+        self, images: TileTensor, targets: TileTensor, *, reduction: str = "mean", scale: float = 1.0, share: float = 1.0, minibatch: int = 0
     ) -> Tensor:
         """Return the loss of predicting the classes of images.
 
         Args:
             images: (B, N, P) fp32.
             targets: (B, 1) int32.
-            reduction, scale, minibatch: the same as for `LanguageModel`.
+            reduction, scale, share, minibatch: the same as for `LanguageModel`.
 
         Returns:
             (1,), the loss.

@@ -14,7 +14,7 @@ from ..architecture.config_checks import check_object, config_values, shown
 from ..architecture.family_config import ModelConfig
 from ..errors import UsageError
 from ..tiling.model_tiling import ModelTiling
-from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, mlp_mixer, opt, phi, phi3, qwen, t5
+from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, mixtures, mlp_mixer, opt, phi, phi3, qwen, t5
 from .gpt2 import GPT2, GPT2Config
 from .language import LanguageModel
 from .llama import Llama, LlamaConfig
@@ -42,6 +42,10 @@ FAMILIES: Final[dict[str, Family]] = {
     mistral.MistralConfig.model_type: Family(mistral.MistralConfig, presets=mistral.PRESETS),
     qwen.Qwen2Config.model_type: Family(qwen.Qwen2Config, presets=qwen.PRESETS),
     qwen.Qwen3Config.model_type: Family(qwen.Qwen3Config, presets=qwen.PRESETS_3),
+    mixtures.MixtralConfig.model_type: Family(mixtures.MixtralConfig, presets=mixtures.PRESETS_MIXTRAL),
+    mixtures.OlmoeConfig.model_type: Family(mixtures.OlmoeConfig, presets=mixtures.PRESETS_OLMOE),
+    mixtures.Qwen2MoeConfig.model_type: Family(mixtures.Qwen2MoeConfig, presets=mixtures.PRESETS_QWEN2),
+    mixtures.Qwen3MoeConfig.model_type: Family(mixtures.Qwen3MoeConfig, presets=mixtures.PRESETS_QWEN3),
     gemma.Gemma2Config.model_type: Family(gemma.Gemma2Config, presets=gemma.PRESETS_2),
     gemma.Gemma3Config.model_type: Family(gemma.Gemma3Config, presets=gemma.PRESETS),
     gpt_neo.GPTNeoConfig.model_type: Family(gpt_neo.GPTNeoConfig, presets=gpt_neo.PRESETS),

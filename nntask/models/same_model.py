@@ -1,7 +1,7 @@
 """Comparison of two configs by the models that they describe, as files with 32-bit floats keep them.
 
-An explicit value equals a derived one (a head size, rotary frequencies), and floats are equal if they round to the same fp32. Deviations of initial
-weights and dropout do not count.
+An explicit value equals a derived one (a head size, rotary frequencies), and floats are equal if they round to the same fp32. Options of training
+do not count: deviations of initial weights, dropout, and the factor of a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -50,5 +50,6 @@ def _comparable(shape: Any) -> Hashable:
     if isinstance(shape, tuple):
         return tuple(_comparable(each) for each in shape)
     if is_dataclass(shape):
-        return (type(shape).__name__, *(_comparable(getattr(shape, field.name)) for field in fields(shape) if not field.name.endswith("std")))
+        compared = [field.name for field in fields(shape) if not field.name.endswith("std") and field.name != "balance"]
+        return (type(shape).__name__, *(_comparable(getattr(shape, name)) for name in compared))
     return shape  # type: ignore[no-any-return]  # strings, whole numbers and None

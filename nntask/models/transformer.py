@@ -21,6 +21,7 @@ from ..architecture.family_config import ModelConfig
 from ..architecture.rotary import Rotary
 from ..nn import functional
 from ..nn.autograd import Tensor
+from ..nn.experts import Routed
 from ..nn.functional import Masks, RelativeBias
 from ..nn.initializers import constant, normal
 from ..nn.kv_cache import Past
@@ -166,9 +167,16 @@ class Transformer(LanguageModel):
         self._constants_of(found["tokens"], ExtraInputs(**{name: found[name] for name in found if name in self.takes}))
         return found
 
-    def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
+    def trunk(
+        self,
+        tokens: TileTensor,
+        masks: Masks | None,
+        past: Past | None = None,
+        given: ExtraInputs = NO_EXTRAS,
+        routed: list[Routed] | None = None,
+    ) -> Tensor:
         """Return the features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier."""
-        shared = self._pass(tokens, masks, past, given)
+        shared = replace(self._pass(tokens, masks, past, given), routed=routed)
         if self.encoder is not None and past is None:
             assert given.decoder_tokens is not None  # has been checked
             encoded = self.encoder(self.embed(tokens), replace(shared, across_documents=None), None)  # (B, S, C)

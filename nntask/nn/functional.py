@@ -184,6 +184,16 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return on_tape("gated", [gate, up], [elementwise.gated(gate_data, up_data, activation)], backward)[0]
 
 
+def row_gated(gate: Tensor, x: Tensor) -> Tensor:
+    """sigmoid(gate) * x, one gate for each row  # (.., 1), (.., C) -> (.., C)."""
+    gate_data, x_data, edges = gate.data, x.data, (gate.edge, x.edge)
+
+    def backward(gradients: Gradients) -> None:
+        add_to(edges, elementwise.row_gated_backward(gate_data, x_data, only(gradients)))
+
+    return on_tape("row_gated", [gate, x], [elementwise.row_gated(gate_data, x_data)], backward)[0]
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     """factor * x."""
     return _mapped("scaled", x, elementwise.scale(x.data, factor), lambda dy: elementwise.scale(dy, factor))

@@ -53,9 +53,11 @@ class Linear(Module):
 
     Attributes:
         lora: the adapter; None without one.
+        takes_adapter: whether `nntask.adapters.lora` may add one.
     """
 
     lora: Adapter | None = None
+    takes_adapter = True
 
     def __init__(
         self,

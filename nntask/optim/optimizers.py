@@ -8,7 +8,7 @@ Rules.
 - Without clipping, an update depends only on the gradient of its own tile and runs as soon as that is final. The norm of the whole gradient is always
   computed; with clipping, every update waits for it.
 - `step` releases the gradients: they are freed with the last task that reads them, and the next backward pass begins with none.
-- State is persistent: fp32 moments and, for 16-bit parameters, fp32 masters; fp64 for fp64.
+- State is persistent: moments in fp32, unless the optimizer stores them in 8 bits, and fp32 masters of 16-bit parameters; fp64 for fp64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from scheduler.machine import labelled
 from tiles import TileTensor, emit
 from tiles.kernels import HYPER, NARROW
 from tiles.ops import elementwise
+from tiles.ops import muon as muon_ops
 from tiles.ops import optimizer as optimizer_ops
 
 from ..errors import UsageError
@@ -38,10 +39,15 @@ Tiles = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that share a weight decay."""
+    """Parameters that share a weight decay.
+
+    Attributes:
+        newton_schulz: how `Muon` updates them, which are then matrices; None for AdamW.
+    """
 
     parameters: Sequence[Parameter]
     weight_decay: float
+    newton_schulz: muon_ops.NewtonSchulz | None = None
 
 
 class Options(NamedTuple):
@@ -75,7 +81,7 @@ class Optimizer(ABC):
     Args:
         parameters: parameters with tiles, or groups of them; frozen ones are left out.
         options: options until `prepare` or `prepare_groups` is given others; the weight decay is for parameters without a group.
-        moments: kinds of state that each parameter has in addition to a master.
+        kinds: kinds of state in addition to masters; `_new_state` decides which of them a parameter has.
         max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
         tiles_of: numbers of the tiles whose state this optimizer holds, by name of the parameter; other nodes update the rest. None for all.
         on_cpu: whether only CPU workers update, in host memory, where the state is, while devices compute the rest.
@@ -83,7 +89,7 @@ class Optimizer(ABC):
     Attributes:
         hyper: (num_groups, HYPER) fp64 input, a row for each group.
         grad_norm: (1,) sum of squares of the gradient of the last emitted step before clipping; None before. `norm_of` returns its root.
-        state: kind -> name of the parameter -> tensor; "master" has the 16-bit parameters only.
+        state: kind -> name of the parameter -> tensor, for the parameters that have this kind; "master" has the 16-bit parameters only.
 
     Raises:
         UsageError: no parameter is learnt, a parameter appears twice, or a number is out of range.
@@ -93,7 +99,7 @@ class Optimizer(ABC):
         self,
         parameters: Sequence[Parameter] | Sequence[Group],
         options: Options,
-        moments: Sequence[str],
+        kinds: Sequence[str],
         *,
         max_norm: float,
         tiles_of: Tiles | None,
@@ -109,19 +115,26 @@ class Optimizer(ABC):
         shape = (len(self.groups), HYPER)
         self.hyper = TileTensor(self.runtime, shape, (-1, -1), np.float64, kind="input", data_class="data", name="hyper")
         self.grad_norm: TileTensor | None = None
-        narrow = [p for p in self._parameters() if p.data.dtype in NARROW]
-        owners = {"master": narrow, **dict.fromkeys(moments, self._parameters())}
-        self.state = {kind: {p.name: self._like(p, kind) for p in parameters} for kind, parameters in owners.items()}
-        self._moments = tuple(moments)
+        self.state = {
+            kind: {p.name: tensor for p in self._parameters() if (tensor := self._new_state(p, kind)) is not None} for kind in ("master", *kinds)
+        }
         self.prepare(1)
         self.reset()
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """Parameters whose tiles one node updates, all of them together, each with the name of its matrix; tiles of others are independent."""
+        return {}
 
     def _parameters(self) -> list[Parameter]:
         return [p for group in self.groups for p in group.parameters]
 
-    def _like(self, parameter: Parameter, kind: str) -> TileTensor:
-        """Create a persistent tensor like `parameter`, in fp32 or wider."""
-        dtype = np.float32 if parameter.data.dtype in NARROW else parameter.data.dtype
+    def _new_state(self, parameter: Parameter, kind: str) -> TileTensor | None:
+        """Create the state of a kind for a parameter, persistent and without data: a tensor like it, in fp32 or wider; None if it has none."""
+        is_narrow = parameter.data.dtype in NARROW
+        if kind == "master" and not is_narrow:
+            return None
+        dtype = np.float32 if is_narrow else parameter.data.dtype
         return parameter.data.like(dtype=dtype, kind="persistent", data_class="optimizer", name=f"{kind} {parameter.name}")
 
     def reset(self) -> None:
@@ -129,8 +142,9 @@ class Optimizer(ABC):
         it again after overwriting parameters without their state."""
         self.follow(self.state["master"])
         for parameter in self._parameters():
-            for kind in self._moments:
-                elementwise.fill(self.state[kind][parameter.name], 0.0, self._tiles(parameter.name))
+            for kind, tensors in self.state.items():
+                if kind != "master" and parameter.name in tensors:
+                    elementwise.fill(tensors[parameter.name], 0.0, self._tiles(parameter.name))
 
     def follow(self, names: Collection[str]) -> None:
         """Emit the tasks that copy overwritten parameters to their masters; all other state stays."""
@@ -153,7 +167,11 @@ class Optimizer(ABC):
             raise UsageError(f"steps count from 1, got {step}", "the first step is 1")
         if lr is not None:
             self.options = self.options._replace(lr=lr)
-        self.prepare_groups([step] * len(self.groups), [self.options._replace(weight_decay=group.weight_decay) for group in self.groups])
+        self.prepare_groups([step] * len(self.groups), [self._options_of(group) for group in self.groups])
+
+    def _options_of(self, group: Group) -> Options:
+        """Return the present options of a group."""
+        return self.options._replace(weight_decay=group.weight_decay)
 
     def prepare_groups(self, steps: Sequence[int], options: Sequence[Options]) -> None:
         """Write the step number and the options of each group to `hyper`; replaces `prepare`.
@@ -224,14 +242,14 @@ class Optimizer(ABC):
             priority=priority,
             cpu_only=self.on_cpu,
         )
-        self._emit(update, [self.state[kind][name] for kind in self._moments])
+        self._emit(update, {kind: tensors[name] for kind, tensors in self.state.items() if name in tensors}, group)
 
     @abstractmethod
-    def _emit(self, update: optimizer_ops.Update, moments: Sequence[TileTensor]) -> None:
-        """Emit the tasks of an update."""
+    def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
+        """Emit the tasks of an update; `state` has the parameter's tensors by kind."""
 
     def tensors(self) -> dict[str, TileTensor]:
-        """Return the whole state by name, for checkpoints: "master.", "m.", "v." or "momentum.", followed by the name of the parameter."""
+        """Return the whole state by name, for checkpoints: the kind, such as "master", "m" or "momentum", a dot, and the name of the parameter."""
         return {f"{kind}.{name}": tensor for kind, tensors in self.state.items() for name, tensor in tensors.items()}
 
     def zero_grad(self) -> None:
@@ -254,6 +272,7 @@ class Adam(Optimizer):
     """
 
     decoupled = False
+    kinds: Sequence[str] = ("m", "v")
 
     def __init__(
         self,
@@ -270,10 +289,10 @@ class Adam(Optimizer):
         if not all(0 <= beta < 1 for beta in betas) or eps < 0:
             raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}", "use (0.9, 0.999) and 1e-8")
         options = Options(lr, weight_decay, *betas, eps)
-        super().__init__(parameters, options, ("m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
+        super().__init__(parameters, options, self.kinds, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
-    def _emit(self, update: optimizer_ops.Update, moments: Sequence[TileTensor]) -> None:
-        optimizer_ops.adamw(update, *moments, decoupled=self.decoupled)
+    def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
+        optimizer_ops.adamw(update, state["m"], state["v"], decoupled=self.decoupled)
 
 
 class AdamW(Adam):
@@ -303,11 +322,11 @@ class SGD(Optimizer):
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}", "use 0.9")
-        options, moments = Options(lr, weight_decay, momentum), ("momentum",) if momentum else ()
-        super().__init__(parameters, options, moments, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
+        options, kinds = Options(lr, weight_decay, momentum), ("momentum",) if momentum else ()
+        super().__init__(parameters, options, kinds, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
-    def _emit(self, update: optimizer_ops.Update, moments: Sequence[TileTensor]) -> None:
-        optimizer_ops.sgd(update, moments[0] if moments else None)
+    def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
+        optimizer_ops.sgd(update, state.get("momentum"))
 
 
 def norm_of(sum_of_squares: npt.ArrayLike) -> float:
@@ -330,7 +349,7 @@ def _as_groups(parameters: Sequence[Parameter] | Sequence[Group], weight_decay: 
     if not names or len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise UsageError(f"an optimizer needs parameters, each once, got {len(names)} with {twice or 'none'} repeated", "pass model.parameters()")
-    learnt = [Group([p for p in group.parameters if p.trainable], group.weight_decay) for group in groups]
+    learnt = [replace(group, parameters=[p for p in group.parameters if p.trainable]) for group in groups]
     if not any(group.parameters for group in learnt):
         raise UsageError(f"an optimizer needs parameters that are learnt, and all {len(names)} are frozen", "add adapters, or freeze fewer")
     return [group for group in learnt if group.parameters]

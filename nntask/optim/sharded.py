@@ -6,19 +6,20 @@ completes the sum in the tree's order, updates the tile and sends it to the othe
 al., 2020). The numbers are those of one node with the same lanes, whatever the number n of nodes. Each node sends (n - 1) / n of the bytes of the
 gradient and of the parameters.
 
-Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes complete their gradients. Transfers are tasks of
-the recorded step, emitted in one sequence, of which each node has its part, so that all of them end (`Dispatch.take_turns`): a bucket travels in its
-turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A receiver allocates a bucket only when
-its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
+Tiles travel in buckets: one large tile, some small ones, or all of a matrix that is updated as a whole, in the order in which backward passes
+complete their gradients. Transfers are tasks of the recorded step, emitted in one sequence, of which each node has its part, so that all of them end
+(`Dispatch.take_turns`): a bucket travels in its turn once it is final, during the backward pass, and the next step's tasks wait only for the tiles
+they read. A receiver allocates a bucket only when its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
+from operator import itemgetter
 from typing import Final, Protocol
 
 from scheduler import Access, Codelet, Handle, R, W
@@ -39,6 +40,9 @@ BUCKETS: Final = 8
 LAG: Final = 2
 """Number of buckets per node whose gradients travel before the parameters of a bucket: the owner has updated it by then, so that its transfer, which
 has its turn there, holds back none that is due."""
+
+NO_MATRICES: Final[Mapping[str, str]] = {}
+"""No parameter that one node updates as a whole."""
 
 URGENT: Final = 1 << 20
 """Priority of tasks that other nodes wait for: sums, updates and norms, before the rest of the backward pass."""
@@ -128,22 +132,29 @@ class Bucket:
     owner: int
 
 
-def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
+def buckets_of(tensors: Sequence[TileTensor], num_nodes: int, whole: Mapping[str, str] = NO_MATRICES) -> list[Bucket]:
     """Return the buckets of parameters, spread over the nodes by bytes, the same on every node.
 
     Args:
         tensors: learnt parameters in the model's order; backward passes complete their gradients in the opposite order.
+        whole: names of tensors -> name of the matrix that they are, or are a part of, whose tiles are all in one bucket.
     """
     enough = min(BUCKET, sum(tensor.nbytes for tensor in tensors) // (BUCKETS * num_nodes))
+    last_of = {whole[tensor.name]: which for which, tensor in reversed(list(enumerate(tensors))) if tensor.name in whole}  # in the order of buckets
+    begun: set[str] = set()  # matrices with tiles in the bucket
     groups: list[tuple[list[tuple[int, int]], int]] = []
     tiles: list[tuple[int, int]] = []
     nbytes = 0
     for which in range(len(tensors) - 1, -1, -1):
         tensor = tensors[which]
+        last = tensor.tiling.num_tiles - 1
+        begun |= {whole[tensor.name]} if tensor.name in whole else set()
         for number, index in enumerate(tensor.tiling.indices()):
             tiles.append((which, number))
             nbytes += prod(tensor.tiling.extents(index)) * tensor.dtype.itemsize
-            if nbytes >= enough:
+            if number == last:
+                begun = {matrix for matrix in begun if last_of[matrix] != which}
+            if nbytes >= enough and not begun:
                 groups.append((tiles, nbytes))
                 tiles, nbytes = [], 0
     if tiles:
@@ -187,15 +198,16 @@ class Exchange:
         parameters: learnt parameters in the model's order.
         shard: shard of this node.
         transport: connection to the other nodes.
+        whole: parameters that one node updates as a whole (`Optimizer.whole`).
 
     Attributes:
         buckets: buckets of all parameters.
         tiles_of: numbers of the tiles that this node owns, by parameter.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport) -> None:
+    def __init__(self, parameters: Sequence[Parameter], shard: DataShard, transport: Transport, whole: Mapping[str, str] = NO_MATRICES) -> None:
         self.shard, self.transport = shard, transport
-        self.buckets = buckets_of([p.data for p in parameters], shard.num_nodes)
+        self.buckets = buckets_of([p.data for p in parameters], shard.num_nodes, whole)
         self.owners = owners_of(self.buckets)
         self._names = [p.name for p in parameters]
         self.tiles_of: Tiles = {name: [] for name in self._names}
@@ -283,9 +295,9 @@ class Emission:
 
     def _update(self, bucket: Bucket, norm: TileTensor | None) -> None:
         """Update a bucket at its owner."""
-        for which, number in bucket.tiles if bucket.owner == self.shard.rank else ():
+        for which, tiles in groupby(bucket.tiles if bucket.owner == self.shard.rank else (), itemgetter(0)):
             parameter, gradient, group = self.ready[self.names[which]]
-            self.optimizer.update(parameter, gradient, group, norm, [number], URGENT)
+            self.optimizer.update(parameter, gradient, group, norm, [number for _, number in tiles], URGENT)
 
     def _publish(self, bucket: Bucket) -> None:
         """Send the new parameters of a bucket from its owner to the other nodes."""

@@ -1,5 +1,5 @@
 from .fit_advice import more_memory
-from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, order_or_needs, thriftiest_needs, untouched
+from .memory_fit import CapturedStep, capture, least_needs, needs_of, no_collections, order_on, order_or_needs, untouched
 from .needs import Needs, shortage
 from .run_candidates import choose_minibatch, told_updater, with_few_tasks
 from .simulate import plan_run, plan_step
@@ -13,6 +13,7 @@ __all__ = [
     "cells",
     "choose_minibatch",
     "headline",
+    "least_needs",
     "more_memory",
     "needs_of",
     "no_collections",
@@ -22,7 +23,6 @@ __all__ = [
     "plan_run",
     "plan_step",
     "shortage",
-    "thriftiest_needs",
     "told_updater",
     "untouched",
     "value_lines",

@@ -10,21 +10,20 @@ from dataclasses import replace
 from typing import Final
 
 from scheduler.machine import RecordedTask
-from scheduler.planning import AUTO, BLOCK, SUBMISSION
+from scheduler.planning import AUTO, BLOCK, NONE, SUBMISSION
 
 from ..config.imaginary import format_devices
 from ..config.run_config import RunConfig
 from ..hardware.machine_model import RAM, MachineModel
 from ..io.units import flag_size, rounded_up
 from .memory_fit import (
-    TASKS_PER_WORK,
     capture,
     has_too_many_tasks,
     largest_task,
     least_needs,
-    work_of,
+    least_tasks,
 )
-from .needs import Needs
+from .needs import Needs, working_set
 
 MOST_TRIED: Final = 100_000
 """Largest number of tasks of a changed minibatch that is captured for advice; capturing more takes many seconds."""
@@ -44,6 +43,7 @@ _TILES: Final = {
     "attention": ("seq_tile", "head_tile"),
     "adam": ("vocab_tile", "inner_tile", "embd_tile"),
     "sgd": ("vocab_tile", "inner_tile", "embd_tile"),
+    "muon": ("inner_tile", "embd_tile"),
 }
 """Word in a task's name -> tile flags that make the task smaller, in the order in which they are tried."""
 _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
@@ -132,11 +132,11 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     A long step is estimated from three minibatches: each further minibatch adds as many bytes as the third.
     """
     count = run.step.num_minibatches
-    is_long = count > 3 and TASKS_PER_WORK * count * work_of(run) > MOST_WHOLE
+    is_long = count > 3 and count * least_tasks(run) > MOST_WHOLE
 
     def needs_of(how: RunConfig, num_minibatches: int) -> Needs:
         step = capture(run, num_minibatches)
-        return least_needs(step.plan, how, target, quick=not is_long, reading=step.reading)
+        return least_needs(step.plan, target, how.step.recompute, how.step.order, quick=not is_long, reading=step.reading)
 
     def estimated(how: RunConfig) -> Needs:
         if not is_long:
@@ -146,7 +146,7 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
         return replace(three, total=total, passive=passive)
 
     if is_long and run.step.order == AUTO:  # the plain order first, since that is quick; both estimates need the same order
-        needs = estimated(run.in_order(SUBMISSION))
+        needs = estimated(run.in_order(SUBMISSION).recomputing(NONE))
         if needs.fits_last(target):
             return needs.short(target)
     return estimated(run).short(target)
@@ -180,7 +180,7 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
         for flag in sorted(tiles, key=lambda flag: -getattr(tiling, flag)):  # the longest side first: one trial is enough as a rule
             trial = _halved(changed, flag)
             if trial is not None:
-                halves.append((trial, flag, *_largest_task(trial)))
+                halves.append((trial, flag, largest := _largest_task(trial), working_set(largest)))
                 if halves[-1][-1] < nbytes:
                     break
         if not halves:
@@ -204,8 +204,8 @@ def _halved(run: RunConfig, flag: str) -> RunConfig | None:
     return None if _is_long(trial) else trial
 
 
-def _largest_task(run: RunConfig) -> tuple[RecordedTask, int]:
-    """Return the task of a step with the largest working set, and its bytes, from a minibatch of a model with few layers."""
+def _largest_task(run: RunConfig) -> RecordedTask:
+    """Return the task of a step with the largest working set, from a minibatch of a model with few layers."""
     config = run.model.config
     few = config.with_layers(min(config.n_layer, FEW_LAYERS))
     return largest_task(capture(run.with_model(config=few), 1).plan)
@@ -213,4 +213,4 @@ def _largest_task(run: RunConfig) -> tuple[RecordedTask, int]:
 
 def _is_long(run: RunConfig) -> bool:
     """Return whether a step has too many tasks to run, or whether one of its minibatches has too many to be captured for advice."""
-    return TASKS_PER_WORK * work_of(run) > MOST_TRIED or has_too_many_tasks(run)
+    return least_tasks(run) > MOST_TRIED or has_too_many_tasks(run)

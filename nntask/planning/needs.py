@@ -18,18 +18,16 @@ class Needs:
     """Memory needs of a step, in bytes.
 
     Attributes:
-        task: largest working set of a task; tasks that CPU workers run for devices are left out.
         tile: size of the largest piece of data.
         total: needs of the last tier if tasks run there.
         passive: needs of the last tier if no tasks run there.
         persistent: size of all data that outlives the step and is not kept in files.
-        largest: task with the largest working set.
+        largest: task with the largest working set; tasks that CPU workers run for devices are left out.
         least: smallest working set of a task with flops; a device with less memory could only copy.
         reading: additional host memory for file readers.
         aside: largest working set of a task that CPU workers run for devices.
     """
 
-    task: int
     tile: int
     total: int
     passive: int
@@ -38,6 +36,11 @@ class Needs:
     least: int = 0
     reading: int = 0
     aside: int = 0
+
+    @property
+    def task(self) -> int:
+        """Working set of the largest task."""
+        return working_set(self.largest)
 
     def last(self, target: MachineModel) -> int:
         """Return the least budget of the last tier of a machine."""
@@ -93,6 +96,11 @@ class Needs:
     def _fits_task_at(self, target: MachineModel, at: int) -> bool:
         """Return whether tasks run on a node that holds the largest working set."""
         return at in target.compute_nodes and target.nodes[at][1] - (0 if at else self.reading) >= self.task
+
+
+def working_set(task: RecordedTask) -> int:
+    """Return the bytes that a task uses while it runs."""
+    return sum(handle.spec.size for handle, _ in task.accesses)
 
 
 def shortage(target: MachineModel, needs: Needs) -> Shortage:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final, Literal, NamedTuple, TypeVar
 
 import scheduler
-from scheduler.planning import PlannedOrder
+from scheduler.planning import AUTO, PlannedOrder
 
 from ..architecture.family_config import ModelConfig
 from ..config.imaginary import BOUNDLESS, format_devices
@@ -36,7 +36,6 @@ from .needs import Needs
 Updater = Literal["device", "cpu"]
 Choice = TypeVar("Choice", bound="int | str")
 
-AUTO: Final = "auto"
 GAIN: Final = 0.95
 """Ratio of seconds below which a candidate is clearly faster than a preferred one."""
 

@@ -38,10 +38,10 @@ from .memory_fit import (
     CapturedStep,
     capture,
     least_needs,
+    least_tasks,
     most_tiles,
     no_collections,
     order_or_needs,
-    work_of,
 )
 from .needs import Needs, shortage
 from .run_candidates import best_updater, with_few_tasks
@@ -122,7 +122,7 @@ def plan_step(
     if order is None:
         order, needs = order_or_needs(found, run, target)
     if needs is None:
-        needs = least_needs(plan, run, target, order, reading=found.reading)
+        needs = least_needs(plan, target, run.step.recompute, run.step.order, reading=found.reading)
     simulation, refusal, lack = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
@@ -258,14 +258,14 @@ def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, An
     run = with_free_order(run)  # other steps have other orders
     largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(run, target)
     return {
-        "largest_model": _largest_model(run, target, per_minibatch / work_of(run)),
+        "largest_model": _largest_model(run, target, per_minibatch / least_tasks(run)),
         "largest_minibatch": largest,
         "largest_minibatch_is_of_tasks": is_of_tasks,
     }
 
 
-def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) -> str | None:
-    """Return the largest preset of the family that fits.
+def _largest_model(run: RunConfig, target: MachineModel, ratio: float) -> str | None:
+    """Return the largest preset of the family that fits, where steps have `ratio` times `least_tasks`.
 
     Tile sizes come from the table for each preset. Two minibatches at most are captured, since more need no more memory.
     """
@@ -284,9 +284,9 @@ def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) 
             tiling = default_tiling(preset, minibatch, length, device=run.machine.gpus.device_class)
         changed = run.with_model(config=preset, seq_len=length, tiling=tiling.resolve(preset, minibatch, length))
         count = min(2, run.step.num_minibatches)
-        if count * tasks_per_work * work_of(changed) > MANY_TASKS:
+        if count * ratio * least_tasks(changed) > MANY_TASKS:
             continue
-        if least_needs(capture(changed, count).plan, changed, target, quick=True).fit(target):
+        if least_needs(capture(changed, count).plan, target, changed.step.recompute, changed.step.order, quick=True).fit(target):
             return name
     return None
 
@@ -299,14 +299,19 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
     """
     step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
 
-    def look(size: int) -> tuple[Needs, int, int]:
-        """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks."""
+    def look(size: int, *, quick: bool = True) -> tuple[Needs, int, int]:
+        """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks.
+
+        Args:
+            quick: argument of `least_needs`.
+        """
         model = run.model
         changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
         captured = capture(changed)
         inputs = sum(handle.spec.size for handle in captured.plan.uses if handle.spec.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
-        return least_needs(captured.plan, changed, target, reading=captured.reading), nbytes, len(captured.plan.tasks)
+        needs = least_needs(captured.plan, target, changed.step.recompute, changed.step.order, quick=quick, reading=captured.reading)
+        return needs, nbytes, len(captured.plan.tasks)
 
     first, least, _ = look(step)
     needs, nbytes, num_tasks = look(2 * step)
@@ -315,13 +320,15 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
     growth = max(nbytes - least, needs.last(target) - first.last(target), 1)
     size, most, quick = 2 * step, most_tiles(run.cut(batch=step, minibatch=step)) * step, MANY_TASKS // 2 // num_tasks * step
     limit = most  # larger sizes do not fit
+    if size >= quick:
+        needs, _, _ = look(size, quick=False)
     while size < limit:
         free = target.budgets[last] - needs.minimum(target)[last]
         larger = min(size + free // growth * step, limit)
         if size >= quick:
             return larger, larger == most
         larger = min(max(larger, size + step), quick)
-        larger_needs, more, _ = look(larger)
+        larger_needs, more, _ = look(larger, quick=larger < quick)  # the least needs, since no further step is captured
         growth = max(growth, -(-max(more - nbytes, larger_needs.last(target) - needs.last(target)) * step // (larger - size)))
         if larger_needs.fit(target):
             size, needs, nbytes = larger, larger_needs, more

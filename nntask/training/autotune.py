@@ -31,13 +31,13 @@ from ..data.batch import Batch
 from ..data.dataset import open_dataset
 from ..data.objectives import random_batch
 from ..engine.opening import runtime_for
-from ..engine.recorded import RecordedEngine
+from ..engine.recorded import PlannedStep, RecordedEngine
 from ..errors import UsageError
 from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hardware.runtimes import FAILURES, as_user_error
 from ..io.writable import check_writable
-from ..planning.memory_fit import capture, least_needs, no_collections
+from ..planning.memory_fit import CapturedStep, capture, choose_order, least_needs, no_collections
 from ..tiling.model_tiling import Limits, ModelTiling, cut, table_limits
 from ..tiling.tile_table import add_row, read_table, shape_of
 from .signals import Interrupts
@@ -193,37 +193,47 @@ def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: Fals
         StorageError: the disk tier failed.
     """
     run, config = retiled(run, tiling), run.model.config
+    run = replace(run, start=replace(run.start, directory=None))  # a trial starts from no files
     try:
         with no_collections():
-            whole = capture(run).plan
+            whole = capture(run)
             target = this_machine(run.machine)
-            fits = least_needs(whole, run, target, quick=True).fit(target)
+            fits = least_needs(whole.plan, target, run.step.recompute, run.step.order, quick=True).fit(target)
     except UsageError:
         return inf, "too many tasks"
     if not fits:
         return inf, "does not fit"
     count, small = run.step.num_minibatches, config
-    if whole.needed_bytes() <= target.memory:
+    if whole.plan.needed_bytes() <= target.memory:
         small = config.with_layers(min(config.n_layer, LAYERS))
         count = min(count, 2 * len(target.compute_nodes))
+    trial = run.cut(batch=count * run.step.minibatch).with_model(config=small)
     try:
-        plan, lap = _run(run.cut(batch=count * run.step.minibatch).with_model(config=small), stopped)
+        plan, lap = _run(trial, whole if trial == run else None, stopped)
     except scheduler.DoesNotFit:
         return inf, "does not fit"
-    kernels = _kernel_seconds(whole, plan, lap.tasks)
+    kernels = _kernel_seconds(whole.plan, plan, lap.tasks)
     left_out = f" (from {small.n_layer} of {config.n_layer} layers)" if small.n_layer < config.n_layer else ""
     return lap.seconds * kernels / sum(lap.tasks), left_out
 
 
-def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
-    """Run a trial and return its plan and its fastest step."""
+def _run(run: RunConfig, step: CapturedStep | None, stopped: Stopped) -> tuple[StepPlan, _Lap]:
+    """Run a trial and return its plan and its fastest step.
+
+    Args:
+        step: captured step of the trial; None to capture it.
+    """
+    with no_collections():
+        step = step or capture(run)
+        assert step.symbols is not None  # the model is made of tiles
+        planned = PlannedStep(choose_order(step, run, this_machine(run.machine)), step.symbols)
     watch = _Stopwatch()
     batch = random_batch(run.data.objective, run.step.batch, run.model.config.vocab_size, run.model.seed)
     machine = replace(run.machine, scheduling=replace(run.machine.scheduling, graphs=False))  # graphs on GPUs would hide the times of tasks
     runtime = runtime_for(run.on(machine), watch)
     try:
         with runtime:
-            engine = RecordedEngine(run, runtime)
+            engine = RecordedEngine(run, runtime, planned=planned)
             runtime.wait()
             plan = engine.order.plan
             return plan, min(_laps(engine, runtime, watch, batch, stopped), key=lambda lap: lap.seconds)

@@ -19,7 +19,7 @@ from ..checkpoints.store import find_checkpoint, step_directories
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
 from ..data.dataset import Dataset, open_dataset
-from ..engine.interface import Cluster, NodesChanged
+from ..engine.interface import Cluster, ModelShapes, NodesChanged
 from ..engine.opening import runtime_for
 from ..engine.recorded import PlannedStep, RecordedEngine
 from ..hardware.gpus import check_fallbacks
@@ -27,7 +27,7 @@ from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error
 from ..inference.samples import sample_text
 from ..planning.assignment import pinned_kinds
-from ..planning.memory_fit import capture, fitting_order
+from ..planning.memory_fit import capture, check_num_tasks, fitting_order
 from ..planning.run_candidates import Updater, planned_run
 from ..planning.value_figures import headline, order_figures, value_lines
 from ..telemetry.explain import Explainer, matching
@@ -111,12 +111,13 @@ def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | Non
         figures = {**order_figures(order, run, this_machine(run.machine)), **attention}
         foreseen = _Foreseen(order, figures, explained, fallbacks, chosen.seconds)
     else:
-        step = capture(run, frozen_base=run.start.frozen_base)  # each node checks its own memory
+        check_num_tasks(run, run.step.num_minibatches)
+        step = capture(run, 1, run.start.frozen_base)  # its tensors; each node captures and checks its own share of a step
     check_weights(run, step)
     if new := new_weights(run, step):
         printer.say(f"{run.settings.checkpoints.init_from} is of a model with another head; new, from the seed: {', '.join(new)}")
     if cluster is not None:
-        return _begun(run, printer, lambda lock, interrupts: _on_cluster(run, cluster, lock, printer, interrupts))
+        return _begun(run, printer, partial(_on_cluster, run, cluster, step, printer))
     assert foreseen is not None  # set above, without a cluster
     assert step.symbols is not None  # the model is made of tiles
     known, planned = foreseen, PlannedStep(foreseen.order, step.symbols, kinds)
@@ -160,7 +161,7 @@ def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     lower = "--minibatch" if run.start.resumed is None else ""
 
     def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
-        return model.open(run.planned(order.name, order.recompute), runtime)
+        return model.open(run, runtime, step, order)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 
@@ -223,12 +224,12 @@ def _byte_lengths(dataset: Dataset) -> npt.NDArray[np.int64] | None:
     return dataset.tokenizer.byte_lengths() if dataset.tokenizer and dataset.spec.objective.kind == "causal" else None
 
 
-def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
+def _on_cluster(run: RunConfig, cluster: Cluster, shapes: ModelShapes, printer: StepPrinter, lock: RunLock, interrupts: Interrupts) -> int:
     """Train on a cluster. When its nodes change, continue from the last checkpoint with the remaining ones."""
     dataset = open_dataset(run.data, printer.say)
     while True:
         try:
-            with cluster.open(run, dataset, printer.say) as (counters, engine):
+            with cluster.open(run, shapes, dataset, printer.say) as (counters, engine):
                 stream = stream_of(run, dataset, rows=())  # nodes read their own rows
                 counts, lengths = counts_of(run, engine), _byte_lengths(dataset)
                 session = Session(run, dataset, stream, counters, engine, counts, printer, interrupts, {}, lengths)

@@ -114,8 +114,13 @@ class UntiledModel(Protocol):
             full: memory that was too small although the machine has the least that the step needs; "" for none.
         """
 
-    def open(self, run: LanguageRun, runtime: Runtime) -> AbstractContextManager[Opened]:
-        """Open the engine on the runtime of the run, with the lines about it; it is closed before the runtime."""
+    def open(self, run: LanguageRun, runtime: Runtime, step: CapturedStep, order: PlannedOrder) -> AbstractContextManager[Opened]:
+        """Open the engine on the runtime of the run, with the lines about it; it is closed before the runtime.
+
+        Args:
+            step: result of `capture` for this run.
+            order: planned order in which the engine runs that step.
+        """
 
 
 def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:

@@ -107,6 +107,7 @@ class TaskRuntime(abc.ABC):
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._note_handle: Callable[[Handle], None] | None = None  # called with each new handle while a step is recorded
         self._num_blocks = 0
+        self._flagged: weakref.WeakSet[Handle] | None = None  # data with flags, which only tasks with `Condition.flags` write
 
     def handle(
         self,
@@ -201,8 +202,8 @@ class TaskRuntime(abc.ABC):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
         terms = self._examine(codelet, accesses)
-        if condition is not None:
-            _check_condition(codelet, accesses, condition)
+        if condition is not None or self._flagged is not None:
+            self._note_flags(codelet, accesses, condition)
             terms = terms[0], terms[1], condition
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
@@ -217,6 +218,32 @@ class TaskRuntime(abc.ABC):
                 self._overwrite(handle)
             plain.append((handle, mode))
         self._submit(codelet, plain, constants or {}, priority, terms)
+
+    def _note_flags(self, codelet: Codelet, accesses: Sequence[Access], condition: Condition | None) -> None:
+        """Note the flags that a task writes.
+
+        Raises:
+            ValueError: the condition does not match the accesses, or the task reads or writes flags without it.
+        """
+        if self._flagged is None:
+            self._flagged = weakref.WeakSet()
+        flags = -1 if condition is None else condition.flags
+        if condition is not None:
+            _check_condition(codelet, accesses, condition)
+            if condition.guard >= 0 and (guard := accesses[condition.guard][0]) not in self._flagged:
+                raise ValueError(
+                    f"{codelet!r} depends on {guard!r}, to which no task has written flags; submit a task with Condition(flags=...) first"
+                )
+        for position, (handle, mode) in enumerate(accesses):
+            if mode not in (R, SCRATCH) and position != flags:
+                self._refuse_writing(handle)
+        if flags >= 0:
+            self._flagged.add(accesses[flags][0])
+
+    def _refuse_writing(self, handle: Handle) -> None:
+        """Raise `ValueError` if the handle has flags."""
+        if self._flagged is not None and handle in self._flagged:
+            raise ValueError(f"{handle!r} has flags of conditional tasks, so only tasks with Condition(flags=...) may write it; use other data")
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -318,7 +345,13 @@ class TaskRuntime(abc.ABC):
             lanes[a] = total or other
 
     def _make_whole(self, handle: Handle, mode: Mode) -> None:
-        """Combine the lanes of a handle before the program uses its data, or drop them if the program overwrites the data."""
+        """Combine the lanes of a handle before the program uses its data, or drop them if the program overwrites the data.
+
+        Raises:
+            ValueError: the program would write flags.
+        """
+        if mode != R:
+            self._refuse_writing(handle)
         if handle.lanes is not None and (mode == R or mode == RW):
             self._combine(handle)
         if mode != R and mode != SCRATCH:
@@ -333,15 +366,17 @@ class TaskRuntime(abc.ABC):
 def _check_condition(codelet: Codelet, accesses: Sequence[Access], condition: Condition) -> None:
     """Raise `ValueError` unless the condition of a task matches its accesses."""
     modes = [mode for _, mode in accesses]
-    for what, position, allowed in (("flag is read", condition.guard, (R,)), ("flags are written", condition.flags, (W, RW))):
+    for data, position, allowed in (("the flag that it reads", condition.guard, (R,)), ("the flags that it writes", condition.flags, (W, RW))):
         if position >= 0 and (position >= len(modes) or modes[position] not in allowed):
             mode = modes[position] if position < len(modes) else "none"
             raise ValueError(
-                f"the access number {position} of {codelet!r}, by which a {what}, must exist with mode {' or '.join(allowed)}, got {mode}; "
-                "name another access in the condition"
+                f"access {position} of {codelet!r}, which has {data}, must exist with mode {' or '.join(allowed)}, got {mode}; name another one"
             )
     if condition.guard < 0:
         return
+    num_flags = accesses[condition.guard][0].nbytes
+    if not 0 <= condition.number < num_flags:
+        raise ValueError(f"{codelet!r} depends on a flag of {num_flags}, numbered from 0, got number {condition.number}; correct the condition")
     if REDUX in modes:
         raise ValueError(f"{codelet!r} depends on a flag, so it may add to a sum but not begin one, got mode REDUX; fill the data first, and use RW")
     if codelet.host is not None:

@@ -27,7 +27,7 @@ Begin = Callable[..., None]
 not call the runtime. ``done(None)`` or ``done(error)`` must be called later, exactly once, from any thread. Until then the views are its own."""
 
 Many = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], None]
-"""Starts several tasks of one codelet at once. The argument has the views and the constants of each task."""
+"""Starts several tasks at once. The argument has the views and the constants of each task."""
 
 CostFunction = Callable[[Sequence[Any], Mapping[str, Any]], Cost]
 """Returns the `Cost` of a task, given the ``view`` objects of its handles and its constants."""
@@ -49,6 +49,36 @@ class Tail(NamedTuple):
     constants: tuple[str, ...]
 
 
+class Link(NamedTuple):
+    """A result of one task of a chain that a later one reads. Accesses are counted from the end if their index is negative.
+
+    Attributes:
+        writer, result: number of the task in the chain that writes the data, and the index of its access.
+        reader, argument: number of the task that reads the data, and the index of its access.
+        is_private: whether no other task may use the data, so that it need not be written.
+    """
+
+    writer: int
+    result: int
+    reader: int
+    argument: int
+    is_private: bool = False
+
+
+class KernelChain(NamedTuple):
+    """Tasks of several codelets that one kernel of a CUDA worker can compute, because later ones read results of earlier ones.
+
+    Attributes:
+        kernels: `Codelet.cuda` of each task, in order.
+        links: results that tasks read; at least one for each task but the first.
+        run: kernel for all of them. Results are bit-identical to one task after another, but private ones may be left unwritten.
+    """
+
+    kernels: tuple[Kernel, ...]
+    links: tuple[Link, ...]
+    run: Many
+
+
 @dataclass(slots=True, eq=False)
 class Codelet:
     """A named computation.
@@ -63,6 +93,7 @@ class Codelet:
         tail: last part of the computation, if some of its results follow from the others.
         cuda_many: kernel for several tasks on a CUDA worker, of which none writes data that another one uses. Results are bit-identical to calls of
             `cuda` one after another.
+        chains: chains that begin with this codelet; of those that fit, the first one is used.
         again: fraction of its work that recomputes results of another task of the step, if the program has arranged the recomputation by itself.
         cpu_only: whether only CPU workers run it, over data in host memory, although simulated devices could.
     """
@@ -76,6 +107,7 @@ class Codelet:
     cuda_many: Many | None = None
     cpu_only: bool = False
     again: float = 0.0
+    chains: Sequence[KernelChain] = ()
 
     @property
     def kinds(self) -> tuple[WorkerKind, ...]:

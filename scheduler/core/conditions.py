@@ -11,7 +11,7 @@ from collections import deque
 from .events import Action
 from .losses import Losses
 from .memory.replicas import Replicas
-from .records import SKIPPED, Task, W, Worker
+from .records import SKIPPED, R, Task, W, Worker
 from .task_states import FLAG_IS_ZERO
 
 
@@ -21,15 +21,38 @@ class Conditions:
     Attributes:
         skipped: tasks to end, each with the worker that ran its last predecessor; a queue, because each may be the last predecessor of the next one.
         num_skipped: number of tasks skipped so far.
+        num_hits, num_misses: number of persistent inputs of tasks of replays whose flags were set, that were in the memory where tasks run when the
+            flags were written, and number of all others. Not counted on a machine with one node and no files.
     """
 
-    __slots__ = ("_losses", "_replicas", "num_skipped", "skipped")
+    __slots__ = ("_losses", "_replicas", "num_hits", "num_misses", "num_skipped", "skipped")
 
     def __init__(self, losses: Losses, replicas: Replicas) -> None:
         self._losses = losses
         self._replicas = replicas
         self.skipped: deque[tuple[Task, Worker | None]] = deque()
         self.num_skipped = 0
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def note_flags(self, task: Task, values: bytes | None) -> None:
+        """Note the flags that a finished task has written, if it writes any; count the inputs of the tasks that they select, before copies begin."""
+        condition = task.spec.condition
+        if condition is None or condition.flags < 0:
+            return
+        flags = task.accesses[condition.flags][0]
+        flags.flags = values
+        self._replicas.num_decisions += 1
+        if values is None or task.step is None or not self._replicas.has_several:
+            return
+        for after in task.successors:
+            other = after.spec.condition
+            if other is None or other.guard < 0 or after.accesses[other.guard][0] is not flags or not values[other.number]:
+                continue
+            inputs = [handle for handle, mode in after.accesses if mode == R and handle.spec.kind == "persistent"]
+            num_hits = sum(map(self._replicas.is_at_hand, inputs))
+            self.num_hits += num_hits
+            self.num_misses += len(inputs) - num_hits
 
     def skips(self, task: Task, worker: Worker | None) -> bool:
         """Return whether a task without unfinished predecessors is skipped; if so, queue it. `worker` ran the last of them."""
@@ -53,6 +76,7 @@ class Conditions:
         self.num_skipped += 1
         for handle, mode in task.accesses:
             handle.num_uses -= 1
+            self._replicas.enter_anew(handle)
             if mode == W:
                 self._losses.lose(handle, f"{task.spec.name}, which writes it, was skipped", actions)
             if handle.released and not handle.num_uses:

@@ -67,6 +67,10 @@ def link_step(uses: Sequence[SharedUse]) -> None:
     """Order a replay after all unfinished tasks that use the handles it shares with the rest of the program."""
     for use in uses:
         handle, writer = use.handle, use.last_writer
+        if writer is None and handle.last_writer is None:  # hot path: weights that are only read
+            for reader in use.first_readers:
+                handle.readers[reader] = None
+            continue
         if handle.last_writer is not None:
             for reader in use.first_readers:
                 _edge(handle.last_writer, reader)

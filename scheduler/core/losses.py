@@ -60,7 +60,9 @@ class Losses:
 
     def end_replay(self, replay: Replay) -> None:
         """Forget the stale data of a replay that has failed and ended."""
-        replay.changed_nothing = all(handle in replay.stale or not _has_begun(replay, use) for handle, use in replay.updated.items())
+        replay.changed_nothing = all(
+            handle in replay.stale or (handle.lost is None and not _has_begun(replay, use)) for handle, use in replay.updated.items()
+        )
         self.count -= len(replay.stale)
         replay.stale.clear()
 

@@ -130,9 +130,9 @@ class Machine:
         return any(worker.node == self._replicas.last and not worker.aside for worker in self._dispatch.joined)
 
     @property
-    def num_skipped(self) -> int:
-        """Number of conditional tasks that were skipped."""
-        return self._conditions.num_skipped
+    def conditions(self) -> Conditions:
+        """The conditional tasks, for their counters."""
+        return self._conditions
 
     @property
     def num_ready(self) -> int:
@@ -219,8 +219,8 @@ class Machine:
         task.state = FINISHED[task.state]
         replicas, losses = self._replicas, self._losses
         has_several = replicas.has_several
-        if task.spec.condition is not None and task.spec.condition.flags >= 0:
-            task.accesses[task.spec.condition.flags][0].flags = event.flags
+        if task.spec.condition is not None:
+            self._conditions.note_flags(task, event.flags)
         if task.step is not None:
             task.step.done[task.position] = 1
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):

@@ -117,8 +117,10 @@ class HandleSpec:
     """The static facts of a piece of data, which a handle of the program, its record and the instances of a recorded step share.
 
     Attributes:
-        nbytes: exact size; `size` is the size in the ledger (rounded up).
+        nbytes: exact size in bytes.
+        size: size in the ledger: `nbytes` rounded up to pages.
         view: opaque; creates the argument of a kernel.
+        name: name in reports and messages.
         kind: lifetime of the data: persistent, input or temporary.
         data_class: class of the data in reports of traffic.
     """
@@ -174,7 +176,7 @@ class Condition(NamedTuple):
     Attributes:
         guard: position of the access, of mode R, that has the flags; -1 for a task that always runs.
         number: number of the task's flag.
-        share: expected fraction of executions in which the flag is set; plans use it.
+        share: expected fraction of executions in which the flag is set, for virtual time and for eviction before the first use.
         flags: position of the access, of mode W or RW, to which the task writes flags, one byte each; -1 for none.
     """
 

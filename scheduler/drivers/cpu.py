@@ -127,10 +127,11 @@ class WorkerThread(threading.Thread):
         return views
 
     def _execute(self, task: Task) -> TaskFinished | TaskFailed:
-        executor, views, flags = self.executor, self.views_of(task), None
+        executor, flags = self.executor, None
         start = perf_counter_ns()
         try:
             constants: Mapping[str, Any] = task.spec.constants
+            views = self.views_of(task)
             task.spec.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
             if task.spec.condition is not None and task.spec.condition.flags >= 0:
                 flags = bytes(views[task.spec.condition.flags])

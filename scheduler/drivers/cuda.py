@@ -85,10 +85,16 @@ class CudaThread(cpu.WorkerThread):
             _note_mark(task, flow.mark())
             return TaskFailed(task, error, has_begun=getattr(error, NUM_STARTED, None) != num_started)
         _note_mark(task, flow.mark(task))
+        try:
+            flags = self._flags_of(task)
+        except DeviceFailed:
+            raise
+        except BaseException as error:
+            return TaskFailed(task, error)
         if watch.callback is not None:
             flow.wait()
             self.executor.show(self.worker, task, start, perf_counter_ns())
-        return TaskFinished(task, self._flags_of(task))
+        return TaskFinished(task, flags)
 
     def _flags_of(self, task: Task) -> bytes | None:
         """Return the flags that a task writes, once its kernels have ended; None if it writes none."""

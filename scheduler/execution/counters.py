@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.conditions import Conditions
 from ..core.memory.status import MemoryStatus
 from ..core.stalls import Stalls
 from .workers import WorkerPool, worker_name
 
 
-def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool, num_skipped: int) -> dict[str, Any]:
+def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool, conditions: Conditions) -> dict[str, Any]:
     """Return the counters since the start; to be called under the lock of the machine, so that they agree with each other."""
     nodes, threads = memory.usage(), pool.workers
     return {
@@ -27,7 +28,9 @@ def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool, num_skip
         "stall_seconds": stalls.nanoseconds / 1e9,
         "worker_stall_seconds": {worker_name(thread.worker): stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()},
         "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
-        "skipped_tasks": num_skipped,
+        "skipped_tasks": conditions.num_skipped,
+        "conditional_hits": conditions.num_hits,
+        "conditional_misses": conditions.num_misses,
         "recomputed_tasks": sum(thread.num_clones for thread in threads.values()),
         "recompute_seconds": sum(thread.clone_ns for thread in threads.values()) / 1e9,
     }

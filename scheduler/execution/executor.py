@@ -357,7 +357,7 @@ class Executor(TaskReports):
         memory = self.machine.memory
         with self._lock:
             self._stalls.update(perf_counter_ns())
-            result = counters_of(memory, self._stalls, self.pool, self.machine.num_skipped)
+            result = counters_of(memory, self._stalls, self.pool, self.machine.conditions)
             result["seconds"] = perf_counter() - self._started
             if forget_recent_peak:
                 memory.begin_recent_peaks()

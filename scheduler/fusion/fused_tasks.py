@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import groupby
 from operator import mul
 from typing import Any, Final, NamedTuple
 
-from ..core.codelet import Codelet, Cost
-from ..core.records import RW, SCRATCH, DataClass, HandleRecord, Mode, R
+from ..core.codelet import Codelet, Cost, Many
+from ..core.records import RW, SCRATCH, Condition, DataClass, HandleRecord, Mode, R
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import captured
 from ..drivers.gpu import NUM_STARTED
@@ -40,11 +41,32 @@ class Member(NamedTuple):
         codelet: codelet of the member.
         arguments: positions of its data among the arguments and sections of the fused task.
         constants: its constants.
+        flag: position, among the same, of the flags on which it depends, and the number of its flag; None for a member that always runs.
     """
 
     codelet: Codelet
     arguments: tuple[int, ...]
     constants: Mapping[str, Any]
+    flag: tuple[int, int] | None = None
+
+
+class PlannedLaunch(NamedTuple):
+    """Tasks of a step that one call launches.
+
+    Attributes:
+        positions: their positions, in order.
+        run: kernel for several tasks; None for a single task, which its codelet's kernel computes.
+    """
+
+    positions: Sequence[int]
+    run: Many | None = None
+
+
+class Launch(NamedTuple):
+    """Members of a fused task that one call launches, and the kernel for several of them, as in `PlannedLaunch`."""
+
+    members: Sequence[Member]
+    run: Many | None
 
 
 class HeldData(NamedTuple):
@@ -107,19 +129,19 @@ class FusedKernels:
     Workers of several GPUs may run it at the same time, for two replays of a step.
 
     Args:
-        groups: members in order of execution; those of one group are launched by one call. Their argument positions count the arguments of the fused
-            task first, then its sections.
+        groups: members in order of execution. Their argument positions count the arguments of the fused task first, then its sections.
         sections: data inside arguments of the fused task.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Member]], sections: Sequence[HeldData]) -> None:
+    def __init__(self, groups: Sequence[Launch], sections: Sequence[HeldData]) -> None:
         self._groups = groups
         self._sections = sections
-        self._calls = [(each.codelet.cpu, each.arguments, each.constants) for group in groups for each in group]
+        self._members = [member for group in groups for member in group.members]
+        self._runs = [(guard, list(members)) for guard, members in groupby(self._members, lambda member: member.flag and member.flag[0])]
         self._section_views: dict[int, tuple[Any, ...]] = {}  # by offset of the scratch in host memory
         self._graphs: dict[tuple[int, ...], Any] = {}  # by addresses, which are of one GPU: two threads never share an entry
         self._lock = threading.Lock()  # guards `_graphs`; never held during a call of a GPU
-        self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // sum(map(len, groups))))
+        self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // len(self._members)))
 
     def __call__(self, *views: Any) -> None:
         """Launch the kernels: one by one in the first run on these addresses, as a graph in all later ones."""
@@ -150,11 +172,15 @@ class FusedKernels:
                 self._graphs[key] = start
 
     def on_cpu(self, *views: Any) -> None:
-        """Run the kernels one by one on a CPU; all sections are in the last argument."""
+        """Run the kernels one by one on a CPU, except those of members whose flag is 0; all sections are in the last argument."""
         if self._sections:
             views = (*views, *self._views_in(views[-1]))
-        for kernel, arguments, constants in self._calls:
-            kernel(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
+        for guard, members in self._runs:
+            if guard is not None:  # conditional members only read their flags, so one look suffices for all in a row
+                flags = bytes(views[guard])
+                members = [member for member in members if flags[member.flag[1]]]  # type: ignore[index]
+            for codelet, arguments, constants, _ in members:
+                codelet.cpu(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
 
     def _views_in(self, scratch: HostScratch) -> tuple[Any, ...]:
         """Return views of the sections in a piece of scratch; they are cached, because replays reuse few offsets."""
@@ -170,7 +196,7 @@ class FusedKernels:
         """Return the floating-point operations and bytes of all members together."""
         views = [*views, *(section.view for section in self._sections)]
         flops = nbytes = 0.0
-        for codelet, arguments, own in (member for group in self._groups for member in group):
+        for codelet, arguments, own, _ in self._members:
             if codelet.cost is not None:
                 cost = codelet.cost([views[position] for position in arguments], own)
                 flops, nbytes = flops + cost.flops, nbytes + cost.nbytes
@@ -180,28 +206,27 @@ class FusedKernels:
         """Launch the kernels group by group; an error names the member that raised it."""
         views = [*views, *(view(views[argument], offset) for view, argument, offset in self._sections)]
         number = 0
-        for group in self._groups:
-            codelet, arguments, constants = group[0]
-            number += len(group)
+        for members, run in self._groups:
+            codelet, arguments, constants, _ = members[0]
+            number += len(members)
             assert codelet.cuda is not None
             try:
-                if len(group) == 1:
+                if run is None:
                     codelet.cuda(*[views[position] for position in arguments], **constants)
                 else:
-                    assert codelet.cuda_many is not None
-                    codelet.cuda_many([([views[position] for position in member.arguments], member.constants) for member in group])
+                    run([([views[position] for position in member.arguments], member.constants) for member in members])
             except BaseException as error:
                 lost = ""
-                if number > len(group):
+                if number > len(members):
                     setattr(error, NUM_STARTED, None)  # members before it may have launched kernels that no GPU has counted
-                    lost = f", {number - len(group)} of which had been started: what any of them writes is lost"
-                error.add_note(f"in {codelet.name!r}, task {number} of {sum(map(len, self._groups))} that are fused{lost}")
+                    lost = f", {number - len(members)} of which had been started: what any of them writes is lost"
+                error.add_note(f"in {codelet.name!r}, task {number} of {len(self._members)} that are fused{lost}")
                 raise
 
 
 def join(
     plan: StepPlan,
-    starts: Sequence[Sequence[int]],
+    starts: Sequence[PlannedLaunch],
     inside: Set[HandleRecord],
     make: Make,
     owned: dict[HandleRecord, bool],
@@ -213,7 +238,7 @@ def join(
 
     Args:
         plan: the step.
-        starts: positions of the tasks in order of execution; those of one entry are launched together.
+        starts: the tasks in order of execution.
         inside: handles that only these tasks use; their data is placed in scratch memory.
         make: creates the record of that scratch memory.
         owned: `StepPlan.owned` of the new step, to which the scratch memory is added.
@@ -221,7 +246,7 @@ def join(
         clones: positions of the tasks that only recompute results of another fused task.
         arrange: arranges the inner data in scratch memory; `packed` if None.
     """
-    numbers = {position: number for number, start in enumerate(starts) for position in start}
+    numbers = {position: number for number, start in enumerate(starts) for position in start.positions}
     joined = [plan.tasks[position] for position in sorted(numbers)]
     modes: dict[HandleRecord, Mode] = {}
     inner: dict[HandleRecord, list[int]] = {}  # handle -> numbers of the starts that use it
@@ -242,11 +267,19 @@ def join(
         held.update(offsets)
     arguments = {handle: number for number, handle in enumerate((*modes, *held))}
     sections = [HeldData(handle.spec.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
-    whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
+    groups = [Launch([_member(plan.tasks[position], arguments) for position in positions], run) for positions, run in starts]
+    whole = FusedKernels(groups, sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
     num_clones, clone_share = _recomputation(plan, sorted(numbers), clones)
-    return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority, num_clones=num_clones, clone_share=clone_share)
+    accesses, priority, flags = tuple(modes.items()), joined[0].priority, _written_flags(joined, modes, arguments)
+    return RecordedTask(codelet, name, kinds, accesses, {}, priority, condition=flags, num_clones=num_clones, clone_share=clone_share)
+
+
+def _written_flags(members: Sequence[RecordedTask], modes: Collection[HandleRecord], arguments: Mapping[HandleRecord, int]) -> Condition | None:
+    """Return the condition of a fused task that writes flags for tasks outside; `task_groups` allows one member that does."""
+    written = [task.accesses[task.condition.flags][0] for task in members if task.condition is not None and task.condition.flags >= 0]
+    return next((Condition(flags=arguments[flags]) for flags in written if flags in modes), None)
 
 
 def _in_scratch(
@@ -290,7 +323,9 @@ def merged(before: Mode | None, mode: Mode) -> Mode:
 def _member(task: RecordedTask, arguments: Mapping[HandleRecord, int]) -> Member:
     """Return a task as a member of a fused task, given the position of each handle among the arguments and sections."""
     assert isinstance(task.codelet, Codelet)
-    return Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants)
+    positions, condition = tuple(arguments[handle] for handle, _ in task.accesses), task.condition
+    flag = None if condition is None or condition.guard < 0 else (positions[condition.guard], condition.number)
+    return Member(task.codelet, positions, task.constants, flag)
 
 
 def packed(spans: Sequence[tuple[int, int, int]]) -> ScratchLayout:

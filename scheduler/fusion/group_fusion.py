@@ -12,7 +12,7 @@ from ..core.records import ANY, HandleRecord, R
 from ..core.step_plan import StepPlan
 from ..planning.evaluation import PlannedOrder
 from ..planning.ordered_step import last_tier_bytes
-from .fused_tasks import Make, join
+from .fused_tasks import Make, PlannedLaunch, join
 from .task_groups import TaskGroup, grouped
 
 
@@ -51,7 +51,7 @@ def _fused(plan: StepPlan, groups: list[TaskGroup], make: Make) -> StepPlan:
             continue
         accessed = (handle for position in group.tasks for handle, _ in plan.tasks[position].accesses)
         inner = {handle for handle in accessed if plan.owned.get(handle) is False and len(users[handle]) == 1}
-        tasks.append(join(plan, [[position] for position in group.tasks], inner | own, make, owned, clones=group.clones))
+        tasks.append(join(plan, [PlannedLaunch([position]) for position in group.tasks], inner | own, make, owned, clones=group.clones))
     return StepPlan(tasks, owned, window=plan.window, idle=plan.idle)
 
 

@@ -4,8 +4,6 @@ The scheduler spends about as long on a task as a GPU spends in a small kernel, 
 a fraction of the memory of a device. If the step fits that memory, it is the largest of `SHARES` with which the step still fits. If tiles move, it
 is `MOVING_SHARE`, so that the data of the next tasks arrives while one runs. Tasks that update data of the program are never fused with tasks before
 them, so that a kernel that fails in a forward or backward pass loses none of that data.
-
-Fused neighbours of one codelet that are independent of each other are launched together (`Codelet.cuda_many`).
 """
 
 from __future__ import annotations
@@ -15,18 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
 from ..planning.device_share import largest_device_bytes
 from ..planning.evaluation import PlannedOrder
 from ..planning.ordered_step import last_tier_bytes
 from .fused_tasks import Arrange, Make, ScratchView, by_size, join, merged, packed
+from .launches import launches
 
-LOOK_BACK: Final = 8
-"""Largest number of launches between two tasks that are launched together, because the data of both is then allocated at the same time."""
 SHARES: Final = (1, 2, 4, 8)
 """Divisors of a device's memory that bound the data of a fused task; the first with which the step fits is used."""
 MOVING_SHARE: Final = 8
@@ -180,49 +176,6 @@ def _end_of(plan: StepPlan, first: int, limit: int, updates: Sequence[bool], *, 
     return len(plan.tasks)
 
 
-class _Group(NamedTuple):
-    """Tasks that are launched together.
-
-    Attributes:
-        codelet: codelet of all of them.
-        positions: their positions in the step.
-        uses: all data that they access.
-        writes: data that they write, scratch included.
-    """
-
-    codelet: object
-    positions: list[int]
-    uses: set[HandleRecord]
-    writes: set[HandleRecord]
-
-
-def _launches(tasks: Sequence[RecordedTask], first: int, end: int) -> list[list[int]]:
-    """Divide tasks [first, end) into launches; return the positions of the tasks of each.
-
-    A task joins one of the last `LOOK_BACK` launches if that has the same codelet and the task is independent of that launch and all later ones.
-    """
-    groups: list[_Group] = []
-    for position in range(first, end):
-        task = tasks[position]
-        assert isinstance(task.codelet, Codelet)
-        uses = {handle for handle, _ in task.accesses}
-        writes = {handle for handle, mode in task.accesses if mode in (W, RW, SCRATCH)}
-        joined = None
-        for group in reversed(groups[-LOOK_BACK:]) if task.codelet.cuda_many is not None else ():
-            if group.uses & writes or group.writes & uses:
-                break
-            if group.codelet is task.codelet:
-                joined = group
-                break
-        if joined is None:
-            groups.append(_Group(task.codelet, [position], uses, writes))
-        else:
-            joined.positions.append(position)
-            joined.uses.update(uses)
-            joined.writes.update(writes)
-    return [group.positions for group in groups]
-
-
 def _join(
     plan: StepPlan,
     first: int,
@@ -238,4 +191,4 @@ def _join(
         uses = plan.uses[handle].positions
         if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
             inside.add(handle)
-    return join(plan, _launches(plan.tasks, first, end), inside, make, owned, bundles, arrange=arrange)
+    return join(plan, launches(plan, first, end), inside, make, owned, bundles, arrange=arrange)

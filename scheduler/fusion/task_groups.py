@@ -1,14 +1,13 @@
 """Groups of small tasks that one CPU worker runs as one task, because handing out each of them costs as much as running it.
 
-A group is a task with tasks that lead to it alone, so other groups wait for its last member only. Two merges are applied to the transitive reduction
-of the graph until neither applies:
-
+A group is a task with tasks that lead to it alone, so other groups wait for its last member only. These merges are applied to the transitive
+reduction of the graph until none applies, and none creates a cycle:
 - chain: a task and its only predecessor, if that one has no other successor;
 - fork-join: a task and its predecessors, if these have equal predecessors and no other successor, and if either the merge leaves enough siblings to
-  occupy all workers, or the data is so small that one worker finishes before another one begins.
-
-Neither merge creates a cycle. Finally, a cheap group with few successors, such as a norm, is merged into each of them; all but the first recompute
-it. Tasks are pure functions, so grouping changes no result.
+  occupy all workers, or the data is so small that one worker finishes before another one begins;
+- source: a small task without predecessors, and its only successor.
+Finally, a cheap group with few successors, such as a norm, is merged into each of them; all but the first recompute it. Tasks are pure functions, so
+grouping changes no result. A group skips the kernel of a conditional member whose flag is 0; its data is there, as the step fits the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..core.records import SCRATCH, HandleRecord, R, W
 from ..core.step_plan import RecordedTask, StepPlan
 
 MOST_TASKS: Final = 64
-"""Largest number of tasks of a group."""
+"""Largest number of tasks of a group that always run."""
 MOST_BYTES: Final = 32 << 20
 """Largest number of bytes that a merged fork-join accesses: tasks of milliseconds are cheap to hand out, and idle workers may take them."""
 FORK_BYTES: Final = 4 << 20
@@ -86,11 +85,14 @@ class _Groups:
             for each in before:
                 self._after[each].add(position)
         self._data = {position: {handle for handle, _ in task.accesses} for position, task in enumerate(plan.tasks)}
+        self._shares, self._uncertain = _shares(plan), _uncertain(plan)
         self._clones: dict[int, set[int]] = {}
 
     def merge_predecessors(self, group: int, num_workers: int) -> Set[int]:
         """Merge a group with its predecessors if it ends a chain or a fork-join; return the groups for which another merge may now apply."""
         before = self._before[group]
+        if len(before) > 1 and (sources := self._small_sources(group)) and self._may_join([group, *sources]):
+            return {self._join([group, *sources])}
         if not before or any(self._after[other] != {group} for other in before):
             return set()
         joined = sorted(before)
@@ -108,15 +110,27 @@ class _Groups:
         whole = self._join(joined)
         return {whole, *self._after[whole]}
 
+    def _small_sources(self, group: int) -> list[int]:
+        """Return the predecessors of a group that have no predecessors, no other successor, and little data."""
+        sources = [other for other in self._before[group] if not self._before[other] and self._after[other] == {group}]
+        return [other for other in sources if self._nbytes([other]) <= CHEAP_BYTES]
+
     def _may_join(self, groups: Sequence[int]) -> bool:
-        """Whether the tasks of some groups may run as one: equal kinds and priorities, on any CPU worker, and not too many of them."""
+        """Whether the tasks of some groups may run as one: equal kinds and priorities, on any CPU worker, and not too many of them.
+
+        At most one of them writes flags, since a task writes flags for others to one handle at most. None accesses data that may be lost because the
+        task that writes it is skipped: a group always runs.
+        """
         tasks = [self._plan.tasks[position] for group in groups for position in self.members[group]]
         alike = len({(task.kinds, task.priority) for task in tasks}) == 1 and all(map(_is_plain, tasks))
-        return alike and len(tasks) <= MOST_TASKS
+        alike = alike and all(self._data[group].isdisjoint(self._uncertain) for group in groups)
+        num_flags = sum(task.condition is not None and task.condition.flags >= 0 for task in tasks)
+        return alike and num_flags <= 1 and sum(task.condition is None or task.condition.guard < 0 for task in tasks) <= MOST_TASKS
 
     def _nbytes(self, groups: Sequence[int]) -> int:
-        """Return the bytes that some groups read and write."""
-        return sum(handle.spec.size for handle in set[HandleRecord]().union(*(self._data[group] for group in groups)))
+        """Return the bytes that some groups are expected to read and write."""
+        shares = self._shares
+        return int(sum(handle.spec.size * shares[handle] for handle in set[HandleRecord]().union(*(self._data[group] for group in groups))))
 
     def recompute_in_successors(self, group: int, limit: int) -> None:
         """Merge a cheap group into each of its successors, if it has several of them but fewer than `limit`."""
@@ -195,8 +209,24 @@ class _Groups:
 
 
 def _is_plain(task: RecordedTask) -> bool:
-    """Whether any CPU worker may run the task, and always does."""
-    return task.kinds[0] == "cpu" and task.pin is None and not task.aside and task.condition is None
+    """Whether any CPU worker may run the task."""
+    return task.kinds[0] == "cpu" and task.pin is None and not task.aside
+
+
+def _uncertain(plan: StepPlan) -> set[HandleRecord]:
+    """Return the data that is lost if a conditional task is skipped."""
+    conditional = [task for task in plan.tasks if task.condition is not None and task.condition.guard >= 0]
+    return {handle for task in conditional for handle, mode in task.accesses if mode == W}
+
+
+def _shares(plan: StepPlan) -> dict[HandleRecord, float]:
+    """Return the expected share of uses that take place, for data that only conditional tasks use."""
+    shares: dict[HandleRecord, float] = {}
+    for task in plan.tasks:
+        share = 1.0 if task.condition is None else task.condition.share
+        for handle, _ in task.accesses:
+            shares[handle] = max(share, shares.get(handle, 0.0))
+    return shares
 
 
 def _transitive_reduction(predecessors: Sequence[Set[int]]) -> dict[int, set[int]]:

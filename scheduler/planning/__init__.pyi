@@ -4,7 +4,7 @@ from .device_share import largest_device_bytes
 from .evaluation import PlannedOrder
 from .forecast import Pace
 from .machine_pace import Judge, PlanningMachine, pace_of
-from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
+from .ordered_step import SUBMISSION, last_tier_bytes, order_ranks
 from .orders import candidates
 from .recompute import BLOCK, NONE, Value, Values
 from .urgency import by_urgency, on_kinds
@@ -27,10 +27,10 @@ __all__ = [
     "choose_plan",
     "largest_device_bytes",
     "last_tier_bytes",
-    "least_last_bytes",
     "lower_bounds",
     "most_again",
     "on_kinds",
+    "order_ranks",
     "pace_of",
     "what_is_asked",
 ]

@@ -2,26 +2,24 @@
 
 Candidates are evaluated by forecasts of the whole step (`evaluation`), so recomputation, orders, devices, files and the disk are compared together.
 A forecast takes all workers as one and all links as two. Steps that it finds about equally fast may differ by 6 % when the machine's own rules decide
-about fetches and write-backs. Virtual time runs these rules, and takes ten times as long, so it judges the few finalists. For a step of many tasks on
-equal devices, the share of one device is searched, and all devices get what is chosen for it (`device_share`).
+about fetches and write-backs. Virtual time runs these rules, and takes ten times as long, so it judges the few finalists. Of a step of many tasks on
+equal devices, candidates are evaluated on the share of one device, and all devices get what is chosen for it (`device_share`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .device_share import devices_of_tasks, order_of_all, share_of
+from .device_share import order_of_all
 from .evaluation import PlanCandidate, PlannedOrder, best_of, evaluate
-from .forecast import Pace
 from .machine_pace import PlanningMachine
-from .ordered_step import SUBMISSION, OrderedStep, last_tier_bytes
+from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import BLOCK, NONE, Recomputation, Values
 from .search import LIKELY, Search
-from .step_structure import structure_of
 from .value_groups import AUTO, all_groups, as_asked, asked_recomputation
 
 NEAR: Final = 1.1
@@ -37,7 +35,7 @@ JUDGED_TASKS: Final = 40_000
 """Number of tasks that all judged steps have together; judging 3,000 tasks takes a second if memory is short. If that is fewer than four steps, two
 are judged: a third one of GPT-2 XL has never been the fastest."""
 MOST_JUDGED: Final = 10_000
-"""Number of tasks above which steps are chosen by forecasts alone, those of several devices by the share of one."""
+"""Number of tasks above which steps are chosen by forecasts alone, on several devices by the share of one."""
 
 
 def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMachine) -> PlannedOrder:
@@ -55,16 +53,19 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
     Raises:
         ValueError: the step has no order of that name, or no results of such an operation that could be recomputed.
     """
-    is_long = len(plan.tasks) > MOST_JUDGED
-    if order == recompute == AUTO and machine.num_devices > 1 and is_long and (planned := _planned_by_share(plan, machine)) is not None:
-        return planned
-    step = OrderedStep(as_asked(plan, recompute), replace(machine, judge=None) if is_long else machine)
-    candidates = _searched(plan, step, order) if recompute == AUTO else evaluate(step, order, Recomputation(recompute))
-    best = best_of(candidates)
+    step = OrderedStep(as_asked(plan, recompute), machine if len(plan.tasks) <= MOST_JUDGED else replace(machine, judge=None))
+    for searched in _steps_to_search(step, order, recompute):
+        candidates = _searched(searched, order) if recompute == AUTO else evaluate(searched, order, Recomputation(recompute))
+        best = _on_all_devices(best_of(candidates), step)
+        if best is not None and (best.fits or searched is step):
+            break
+    assert best is not None  # a candidate of the whole step stays as it is
+    if searched is not step:
+        return _planned(best, [candidates[0], best])
     return _judged(best, candidates, order) if step.machine.judge is not None else _planned(best, candidates)
 
 
-def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandidate]:
+def _searched(step: OrderedStep, order: str) -> list[PlanCandidate]:
     """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in all orders.
 
     Recomputations are compared in likely orders. None is searched if it could not make the step faster.
@@ -72,7 +73,7 @@ def _searched(plan: StepPlan, step: OrderedStep, order: str) -> list[PlanCandida
     candidates = evaluate(step, order, only=() if step.plan.partitions else (SUBMISSION, *LIKELY))
     base = best_of(candidates)
     if not (base.moves_nothing or base.is_bound_by_tasks):
-        candidates = Search(plan, candidates, order).candidates()
+        candidates = Search(candidates, order).candidates()
     best = best_of(candidates)
     in_all = evaluate(best.step, order, best.recomputation)
     others = [candidate for candidate in candidates if candidate.recomputation is not best.recomputation]
@@ -89,7 +90,7 @@ def _planned(best: PlanCandidate, candidates: Sequence[PlanCandidate], plan: Ste
     """
     base, forecasts = candidates[0], {}
     if base.order != SUBMISSION or not base.step.fits:
-        forecasts = {SUBMISSION: (base if base.step.machine.is_share else best).step.forecast(SUBMISSION)}
+        forecasts = {SUBMISSION: (base if base.step.is_share else best).step.forecast(SUBMISSION)}
         forecasts |= {each.order: each.forecast for each in candidates if each.recomputation is best.recomputation}
     plan = best.step.planned(best.order) if plan is None else plan
     return PlannedOrder(best.order, plan, forecasts, len(best.step.plan.tasks), best.recomputation, best.forecast.last_bytes, seconds)
@@ -139,42 +140,28 @@ def _others_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate], o
     return [next((each for each in rows if each.order == order), rows[0]) for rows in [*others.values()][:most]]
 
 
-def _planned_by_share(plan: StepPlan, machine: PlanningMachine) -> PlannedOrder | None:
-    """Plan a step on equal devices by the share of one, whose forecasts are within 1 % of those of all if tasks are many.
+def _steps_to_search(step: OrderedStep, order: str, recompute: str) -> Iterator[OrderedStep]:
+    """Yield the step, before it the share of one device if that is searched faster and forecasts are within 1 % of those of all.
 
-    Returns:
-        None if the devices cannot share the step like that, if everything fits, or if the tiers below the devices may be short.
+    That is so if tasks are many and everything is left to the planner, unless everything fits or the tiers below the devices may be short.
     """
-    structure, pace, below = structure_of(plan), machine.pace, last_tier_bytes(plan, computes=False)
-    devices = devices_of_tasks(plan, structure, machine.num_devices)
-    if not devices or pace is None or below > machine.last:
-        return None
-
-    def pace_of_one(planned: StepPlan) -> Pace:
-        return replace(pace(planned), num_devices=machine.num_devices)
-
-    share = share_of(plan, devices, structure.updates)
-    one = OrderedStep(share, replace(machine, pace=pace_of_one, judge=None, is_share=True))
-    if one.fits or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
-        return None
-    candidates = _searched(share, one, AUTO)
-    best, values = best_of(candidates), Values(plan)
-    recomputation = _recomputation_of_all(best.recomputation, values)
-    if recomputation is None:
-        return None
-    step = OrderedStep(plan, machine, structure) if recomputation.name == NONE else OrderedStep(recomputation.apply(values), machine)
-    (candidate,) = evaluate(step, order_of_all(best.order, machine.num_devices), recomputation)
-    return _planned(candidate, [candidates[0], candidate]) if candidate.fits else None
+    if len(step.plan.tasks) > MOST_JUDGED and order == recompute == AUTO and step.plan.partitions and step.machine.pace is not None:
+        share = step.share()
+        if not share.fits and step.last_bytes <= min(step.machine.last, share.capacity_below):
+            yield share
+    yield step
 
 
-def _recomputation_of_all(chosen: Recomputation, values: Values) -> Recomputation | None:
-    """Return the recomputation of the share of one device for the whole step; None if that has other groups of values.
-
-    Args:
-        values: values of the whole step.
-    """
+def _on_all_devices(candidate: PlanCandidate, step: OrderedStep) -> PlanCandidate | None:
+    """Return a candidate for all devices like the best one of a share; None if the whole step has no such groups of values."""
+    if not candidate.step.is_share:
+        return candidate
+    chosen, values = candidate.recomputation, Values(step.recorded)
     known = {group.name: group for group in all_groups(values)}
     if any(group.name not in known for group in chosen.groups):
         return None
     groups = [replace(known[group.name], seconds=group.seconds * known[group.name].nbytes / group.nbytes) for group in chosen.groups]
-    return replace(asked_recomputation(values, chosen.name), groups=groups, seconds_without=chosen.seconds_without)
+    recomputation = replace(asked_recomputation(values, chosen.name), groups=groups, seconds_without=chosen.seconds_without)
+    step = step if chosen.name == NONE else step.rewritten(recomputation.apply(values))
+    (whole,) = evaluate(step, order_of_all(candidate.order, step.machine.num_devices), recomputation)
+    return whole

@@ -51,11 +51,6 @@ def of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
     return StepPlan([plan.tasks[position] for position in positions], plan.owned)
 
 
-def device_bytes(plan: StepPlan, num_devices: int) -> int:
-    """Return the bytes of device memory, all devices together, with which data moves between devices only."""
-    return num_devices * largest_device_bytes(plan, num_devices) if plan.partitions else plan.needed_bytes()
-
-
 def largest_device_bytes(plan: StepPlan, num_devices: int) -> int:
     """Return the bytes of the device that needs most.
 

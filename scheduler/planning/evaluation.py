@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .device_share import device_bytes
 from .forecast import Forecast
 from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import Recomputation
@@ -22,7 +21,7 @@ class PlanCandidate:
     """A way to execute a step.
 
     Attributes:
-        step: the step with its recomputation, on a machine; or the share of one device.
+        step: the step with its recomputation, divided between the devices of a machine; or the share of one of them.
         recomputation: selection of the values that it recomputes.
         order: name of its order.
         forecast: its costs; of a step that fits, only the seconds of its tasks, and without recomputation not even those.
@@ -46,10 +45,9 @@ class PlanCandidate:
     @property
     def moves_nothing(self) -> bool:
         """Whether no data but that of tasks aside leaves the memory where tasks run."""
-        machine, plan = self.step.machine, self.step.plan
-        if not plan.has_aside:
+        if not self.step.plan.has_aside:
             return self.order == SUBMISSION and self.step.fits
-        return device_bytes(self.step.planned(self.order), machine.num_devices) <= machine.memory
+        return self.step.device_bytes(self.step.planned(self.order)) <= self.step.machine.memory
 
     @property
     def is_bound_by_tasks(self) -> bool:

@@ -280,8 +280,9 @@ def _returns(steps: Sequence[Moves], capacity: int) -> list[tuple[int, int]]:
         if nbytes := moves.read:
             begin = position
             for begin in range(position, position - most, -1):  # negative positions are those of the equal step before
-                if spare[begin - 1] < nbytes:
+                left = spare[begin - 1] - nbytes
+                if left < 0:
                     break
-                spare[begin - 1] -= nbytes
+                spare[begin - 1] = left
             returns.append((begin, position))
     return returns

@@ -90,7 +90,6 @@ class PlanningMachine:
         pace: function from a plan to the rates of the machine, called if memory is short; None to compare orders by bytes.
         judge: function that returns the seconds of a planned step, infinite if it would not fit, for the few that are forecast to be about as fast as
             the best; None for forecasts alone.
-        is_share: whether plans are the share of one of the devices (`device_share`).
     """
 
     memory: int
@@ -99,7 +98,6 @@ class PlanningMachine:
     num_devices: int = 1
     pace: Callable[[StepPlan], Pace] | None = None
     judge: Judge | None = None
-    is_share: bool = False
 
 
 def planning_machine(machine: Machine, models: Models) -> PlanningMachine:

@@ -6,19 +6,21 @@ tier below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from typing import Final
 
 from ..core.records import HandleRecord
 from ..core.step_plan import StepPlan
-from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks
+from .device_share import SIDE_BY_SIDE, devices_of_share, devices_of_tasks, largest_device_bytes, of_tasks, own_tasks, share_of
 from .forecast import SHARE, SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
 from .machine_pace import PlanningMachine, reads_files
 from .orders import candidates, named
 from .step_structure import StepStructure, structure_of
 from .tile_traffic import Touches
+from .value_groups import AUTO
 
 SUBMISSION: Final = "submission"
 
@@ -46,12 +48,12 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
     )
 
 
-def least_last_bytes(plan: StepPlan) -> tuple[int, int]:
-    """Return the smallest `last_tier_bytes` of the orders of `SMALLEST`, with and without tasks on the last tier."""
+def order_ranks(plan: StepPlan, order: str) -> Iterator[list[int]]:
+    """Yield the place of each task in an order that the step has; for "auto", in those in which live data takes the fewest bytes."""
     structure = structure_of(plan)
-    ranks = [_ranks(order) for name in SMALLEST if (order := named(plan, structure, name)) is not None]
-    with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=of_order) for of_order in ranks) for computes in (True, False))
-    return with_tasks, without
+    for name in SMALLEST if order == AUTO else (order,):
+        if (positions := named(plan, structure, name)) is not None:
+            yield _ranks(positions)
 
 
 def _ranks(positions: Sequence[int]) -> list[int]:
@@ -68,20 +70,29 @@ class OrderedStep:
     Args:
         plan: the step in submission order.
         machine: machine that the step runs on.
-        structure: structure of the step, if it is known.
+        is_share: whether the step is the share of one of the machine's equal devices (`device_share`).
 
     Attributes:
-        plan: the step in submission order, with the devices of its tasks if there are several.
+        recorded: the step in submission order.
+        plan: the same step with the devices of its tasks if there are several.
     """
 
-    def __init__(self, plan: StepPlan, machine: PlanningMachine, structure: StepStructure | None = None) -> None:
-        self.machine, self._recorded, self._known, self._orders = machine, plan, structure, dict[str, list[int]]()
+    def __init__(self, plan: StepPlan, machine: PlanningMachine, *, is_share: bool = False) -> None:
+        self.machine, self.recorded, self.is_share, self._orders = machine, plan, is_share, dict[str, list[int]]()
         self._forecasts: dict[str, Forecast] = {}
         if machine.num_devices > 1:
-            plan = plan.divided(devices_of_share(plan, self._structure.updates) if machine.is_share else self._devices(machine.num_devices))
+            plan = plan.divided(devices_of_share(plan, self._structure.updates) if is_share else self._devices(machine.num_devices))
         self.plan = plan
         self._num_devices = machine.num_devices if plan.partitions else 1
         self._memory = machine.memory // self._num_devices
+
+    def rewritten(self, plan: StepPlan) -> OrderedStep:
+        """Return a step with a recomputation in its place."""
+        return OrderedStep(plan, self.machine, is_share=self.is_share)
+
+    def share(self) -> OrderedStep:
+        """Return the share of one of the devices that divide the minibatches between them."""
+        return OrderedStep(share_of(self.recorded, self.plan.partitions, self._structure.updates), self.machine, is_share=True)
 
     @cached_property
     def last_bytes(self) -> int:
@@ -94,6 +105,11 @@ class OrderedStep:
         return not self.plan.has_aside and self.needed_bytes <= self.machine.memory and self.last_bytes <= self.machine.last
 
     @cached_property
+    def capacity_below(self) -> float:
+        """Bytes of the tier below that hold data before any goes to the disk under it; infinite without such a disk."""
+        return inf if self._pace is None or self._pace.spill is None else self._pace.spill.capacity
+
+    @cached_property
     def task_seconds(self) -> float:
         """Seconds of all tasks on all workers together, of the share of a device those of its own; 0 without a pace."""
         if (pace := self._pace) is None:
@@ -103,13 +119,13 @@ class OrderedStep:
 
     def names(self) -> list[str]:
         """Return the names of all candidates; for the share of a device, one minibatch after another is an order of all devices, too."""
-        self._orders |= candidates(self._recorded, self._structure)
+        self._orders |= candidates(self.recorded, self._structure)
         names = [*self._orders]
-        return [*names, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
+        return [*names, alone] if self.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else names
 
     def has(self, name: str) -> bool:
         """Return whether the step has an order of that name, and remember it; it need not be a candidate."""
-        if name not in self._orders and (positions := named(self._recorded, self._structure, name)) is not None:
+        if name not in self._orders and (positions := named(self.recorded, self._structure, name)) is not None:
             self._orders[name] = positions
         return name in self._orders
 
@@ -157,12 +173,16 @@ class OrderedStep:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """Bytes of device memory, all devices together, with which data moves between devices only."""
-        return device_bytes(self.plan, self.machine.num_devices)
+        """Bytes of `device_bytes` that the submission order needs."""
+        return self.device_bytes(self.plan)
+
+    def device_bytes(self, plan: StepPlan) -> int:
+        """Return the bytes of the memory where tasks run, all devices together, with which an order's data moves between devices only."""
+        return self._num_devices * largest_device_bytes(plan, self.machine.num_devices)
 
     @cached_property
     def _structure(self) -> StepStructure:
-        return structure_of(self._recorded) if self._known is None else self._known
+        return structure_of(self.recorded)
 
     @cached_property
     def _touches(self) -> Touches:
@@ -176,14 +196,14 @@ class OrderedStep:
     @property
     def _unit(self) -> int:
         """Number of minibatches of which an order of all devices takes a multiple through each layer side by side."""
-        return 1 if self.machine.is_share else self.machine.num_devices
+        return 1 if self.is_share else self.machine.num_devices
 
     def _devices(self, group: int | None) -> list[int]:
-        return devices_of_tasks(self._recorded, self._structure, self.machine.num_devices, group)
+        return devices_of_tasks(self.recorded, self._structure, self.machine.num_devices, group)
 
     def _devices_of(self, name: str) -> Sequence[int]:
         """Return the device of each task in an order; nothing for one pool of memory."""
-        return self.plan.partitions if self.machine.num_devices == 1 or self.machine.is_share else self._devices(_group_of(name, self._unit))
+        return self.plan.partitions if self.machine.num_devices == 1 or self.is_share else self._devices(_group_of(name, self._unit))
 
     def _own(self, positions: Sequence[int], devices: Sequence[int], device: int) -> Sequence[int]:
         """Return the positions of the tasks that one device executes, or of all in one pool of memory."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
@@ -199,7 +199,7 @@ class Recomputation:
     Attributes:
         name: value of `--recompute` that selects them.
         handles: their handles.
-        lasting: handles that are never recomputed with them, because blocks read them from each other.
+        lasting: handles that are never recomputed with them, but kept longer if a clone reads them, because blocks read them from each other.
         groups: groups of values that a planner chooses from, the cheapest first; empty if none has.
         seconds_without: forecast seconds of the step without recomputation; infinite if its data does not fit the machine, None if unknown.
     """
@@ -211,38 +211,27 @@ class Recomputation:
     seconds_without: float | None = None
 
     def apply(self, values: Values) -> StepPlan:
-        """Return the step that recomputes the selected values."""
-        return recomputed(values, self.handles, self.lasting)
+        """Return the step in submission order with the selected values recomputed; handles without a value are kept."""
+        return _Rewriting(values, self.handles, self.lasting).run()
 
 
-def recomputed(values: Values, handles: Iterable[HandleRecord], lasting: Set[HandleRecord] = frozenset()) -> StepPlan:
-    """Return the step in submission order with some values recomputed.
-
-    Args:
-        values: values of the step.
-        handles: handles to recompute; those without a value are kept.
-        lasting: handles that are never recomputed, but kept longer if a clone reads them.
-    """
-    return _Rewriting(values, handles, lasting).run()
-
-
-def clones_of(values: Values, handle: HandleRecord, others: Iterable[HandleRecord] = ()) -> tuple[list[RecordedTask], Set[HandleRecord]]:
+def clones_of(values: Values, handle: HandleRecord, others: Set[HandleRecord]) -> tuple[list[RecordedTask], Set[HandleRecord]]:
     """Return the tasks that recompute one value for its first use after the gap, and the handles whose values they compute.
 
     Args:
         values: values of the step.
         handle: handle of the value.
-        others: handles of other values that are recomputed, hence not kept for these tasks.
+        others: handles of all values that are recomputed, hence not kept for these tasks.
     """
-    return _Rewriting(values, [handle, *others], frozenset()).only(handle)
+    return _Rewriting(values, others, frozenset()).only(handle)
 
 
 class _Rewriting:
-    """One pass over a step that enters clones; arguments as in `recomputed`."""
+    """One pass over a step that enters clones; arguments as in `Recomputation`."""
 
-    def __init__(self, values: Values, handles: Iterable[HandleRecord], lasting: Set[HandleRecord]) -> None:
+    def __init__(self, values: Values, handles: Set[HandleRecord], lasting: Set[HandleRecord]) -> None:
         self._plan, self._values, self._lasting = values.plan, values, lasting
-        self._chosen = {handle: value for handle in handles if (value := values.of(handle)) is not None}
+        self._chosen = handles
         self._copies: dict[HandleRecord, HandleRecord] = {}  # original -> handle of the recomputed value
         self._ids = itertools.count(values.first_free_id)
         self._owned: dict[HandleRecord, bool] = {}
@@ -251,7 +240,7 @@ class _Rewriting:
     def run(self) -> StepPlan:
         """Return the new step."""
         for position, task in enumerate(self._plan.tasks):
-            dead = [handle for handle, mode in task.accesses if mode == R and handle in self._chosen and position > self._chosen[handle].leaves]
+            dead = [handle for handle, mode in task.accesses if mode == R and handle in self._chosen and not self._is_live(handle, position)]
             for handle in dead:
                 self._recompute(handle, position)
             if any(handle in self._copies for handle in dead):
@@ -262,12 +251,14 @@ class _Rewriting:
 
     def only(self, handle: HandleRecord) -> tuple[list[RecordedTask], Set[HandleRecord]]:
         """Return the clones for one value alone, and the handles whose values they compute."""
-        self._recompute(handle, self._chosen[handle].wanted)
+        value = self._values.of(handle)
+        assert value is not None  # as the caller knows
+        self._recompute(handle, value.wanted)
         return self._tasks, self._copies.keys()
 
     def _is_live(self, handle: HandleRecord, position: int) -> bool:
         """Whether the original of a handle is live at a position."""
-        value = self._chosen.get(handle)
+        value = self._values.of(handle) if handle in self._chosen else None
         return position <= value.leaves if value is not None else position <= self._values.last_use(handle)
 
     def _operand(self, handle: HandleRecord, position: int) -> HandleRecord:
@@ -308,6 +299,6 @@ class _Rewriting:
 
     def _copy_of(self, handle: HandleRecord) -> HandleRecord:
         """Return a new handle of the step for the recomputed value of another one."""
-        copy = replace(handle, id=HandleId(next(self._ids)), replicas={}, readers={})
+        copy = HandleRecord(HandleId(next(self._ids)), handle.spec)
         self._owned[copy] = False
         return copy

@@ -13,9 +13,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from ..core.step_plan import StepPlan
 from .evaluation import PlanCandidate, evaluate
-from .ordered_step import OrderedStep
 from .recompute import NONE, Recomputation, Values
 from .value_groups import groups_of, leading_groups, priced, values_in_blocks
 
@@ -32,15 +30,14 @@ class Search:
     """Search for the best recomputation of a step.
 
     Args:
-        plan: the step in submission order.
         base: the candidates without recomputation.
         order: name of the order that was asked for, or "auto".
     """
 
-    def __init__(self, plan: StepPlan, base: Sequence[PlanCandidate], order: str) -> None:
+    def __init__(self, base: Sequence[PlanCandidate], order: str) -> None:
         best = _best(base)
-        self._values, self._order, self._machine = Values(plan), order, best.step.machine
-        pace = self._machine.pace
+        self._values, self._order, self._step = Values(best.step.recorded), order, best.step
+        pace = best.step.machine.pace
         self._seconds_without = best.forecast.seconds if best.fits else inf
         self._groups = groups_of(self._values, pace if best.fits else None)
         if pace is not None and not best.fits:  # sorted as `most_again` does, which knows no machine
@@ -86,7 +83,7 @@ class Search:
     def _evaluate(self, recomputation: Recomputation, orders: Sequence[str]) -> PlanCandidate:
         """Evaluate a recomputation in some orders, if that is not done yet; return its best candidate."""
         if recomputation.name not in self._candidates:
-            step = OrderedStep(recomputation.apply(self._values), self._machine)
+            step = self._step.rewritten(recomputation.apply(self._values))
             self._candidates[recomputation.name] = evaluate(step, self._order, recomputation, [*dict.fromkeys(orders)])
         return _best(self._candidates[recomputation.name])
 

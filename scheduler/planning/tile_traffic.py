@@ -150,6 +150,7 @@ class _Memory:
         moves = Moves(self.used, added, read, far_read, self._written, after)
         self.used -= scratch
         last_use, dirty, heaps, stays, num = self._last_use, self._dirty, self._heaps, self._stays, len(self._sizes)
+        has_disk = self._below is not None
         for (tile, _, writes), following in zip(data, next_uses, strict=True):
             if following == DEAD:
                 self.used -= self._sizes[tile]
@@ -160,7 +161,7 @@ class _Memory:
                 if tile not in stays:
                     dirty[tile] |= writes
                     heappush(heaps[dirty[tile]], tile - (start + following) * num)
-            if self._below is not None and (writes or following == DEAD):
+            if has_disk and (writes or following == DEAD):
                 self._forget(tile)
         return moves
 
@@ -275,12 +276,13 @@ def pass_through(
         position of its next use, which counts from the start of the step before.
     """
     plan, overwritten = step.plan, step.overwritten
-    stays = {tile for tile, handle in enumerate(step.handles) if only_files and not plan.stays_in_file(handle)}
+    stays = {tile for tile, handle in enumerate(step.handles) if not plan.stays_in_file(handle)} if only_files else set[int]()
     memory = _Memory(step, capacity, below, stays)
-    exists = (tile for tile, handle in enumerate(step.handles) if plan.uses[handle].needs_data and handle not in plan.owned)
-    for tile in sorted(exists, key=lambda tile: plan.uses[step.handles[tile]].positions[0]):
-        if not plan.stays_in_file(step.handles[tile]):
-            memory.spills(tile)
+    if below is not None:
+        exists = (tile for tile, handle in enumerate(step.handles) if plan.uses[handle].needs_data and handle not in plan.owned)
+        for tile in sorted(exists, key=lambda tile: plan.uses[step.handles[tile]].positions[0]):
+            if not plan.stays_in_file(step.handles[tile]):
+                memory.spills(tile)
     next_uses, period, moves = step.next_uses(positions), len(positions), list[Moves]()
     for start in (0, period):
         memory.evictions.clear()

@@ -8,7 +8,7 @@ sums along a residual stream, is kept. Within a group, the values that are away 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -39,11 +39,14 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
     groups = all_groups(values)
     total = sum(group.nbytes for group in groups)
     chosen: list[ValueGroup] = []
+    recomputed = set[HandleRecord]()
     for group in sorted(
         priced(values, [group for group in groups if group.nbytes >= LEAST_SHARE * total], pace), key=lambda group: group.seconds / group.nbytes
     ):
-        if not _feeds_itself(values, group, chosen):
+        handles = set(group.leading(1))
+        if not _feeds_itself(values, group, handles, recomputed | handles):
             chosen.append(group)
+            recomputed |= handles
     return chosen
 
 
@@ -84,7 +87,7 @@ def priced(values: Values, groups: Sequence[ValueGroup], pace: PaceOf | None) ->
     Args:
         pace: as in `groups_of`.
     """
-    clones = [clones_of(values, group.middle)[0] for group in groups]
+    clones = [clones_of(values, group.middle, {group.middle})[0] for group in groups]
     groups = [group for group, tasks in zip(groups, clones, strict=True) if len(tasks) <= MOST_CLONES]
     clones = [tasks for tasks in clones if len(tasks) <= MOST_CLONES]
     if pace is None:
@@ -95,13 +98,16 @@ def priced(values: Values, groups: Sequence[ValueGroup], pace: PaceOf | None) ->
     return [replace(group, seconds=cost / group.middle.spec.size * group.nbytes) for group, cost in zip(groups, costs, strict=True)]
 
 
-def _feeds_itself(values: Values, group: ValueGroup, others: Sequence[ValueGroup]) -> bool:
-    """Return whether a value of a group can only be recomputed from another one of it, if the values of `others` are not kept."""
+def _feeds_itself(values: Values, group: ValueGroup, handles: Set[HandleRecord], recomputed: Set[HandleRecord]) -> bool:
+    """Return whether a value of a group can only be recomputed from another one of it.
+
+    Args:
+        handles: handles of the group.
+        recomputed: handles of all values that are not kept.
+    """
     value = values.of(group.middle)
     assert value is not None  # it is in a group
-    handles = [handle for other in (*others, group) for handle in other.leading(1)]
-    recomputed = clones_of(values, group.middle, handles)[1]
-    return not recomputed.isdisjoint(set(group.leading(1)).difference(value.results))
+    return not clones_of(values, group.middle, recomputed)[1].isdisjoint(handles - set(value.results))
 
 
 def leading_groups(groups: Sequence[ValueGroup], count: int, share: float = 1.0) -> Recomputation:

@@ -19,7 +19,7 @@ from scheduler.core.memory.extents import PAGE
 from scheduler.core.records import Task
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.planning import AUTO, NONE, Pace, PlanningMachine, Values, candidates, choose_plan
-from scheduler.planning.recompute import recomputed
+from scheduler.planning.recompute import Recomputation
 from scheduler.simulation import simulate
 from scheduler.testing import FakeDriver
 
@@ -129,7 +129,9 @@ def test_no_planned_step_is_faster(numbers: Any, again: int, extra: int, speed: 
     for add in adds:
         drawn.add(*add)
     plan = driver.record(drawn.tasks, drawn.owned, ("cpu", "sim")).plan
-    made_again = recomputed(Values(plan), [handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in plan.uses])
+    made_again = Recomputation(handles={handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in plan.uses}).apply(
+        Values(plan)
+    )
     memory = made_again.minimum_bytes(is_last=False, computes=True) + extra * PAGE
 
     def pace(planned: StepPlan) -> Pace:
@@ -193,7 +195,7 @@ def test_the_order_of_a_planned_step_leaves_clones_out() -> None:
     """Every candidate of a step that makes values again is an order of the step that makes none."""
     builder, pre, y = pair_step()
     plan = builder.plan()
-    again = recomputed(Values(plan), [pre, y])
+    again = Recomputation(handles={pre, y}).apply(Values(plan))
     assert len(again.tasks) == 1 + len(plan.tasks)
     for name in candidates(again):
         chosen = choose_plan(again, name, NONE, PlanningMachine(memory=14 * PAGE, last=BOUNDLESS, computes_on_last=False))

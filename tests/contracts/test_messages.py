@@ -34,6 +34,16 @@ FOREIGN: Final[Mapping[str, str]] = {
 """Module -> other library's message that it reads."""
 
 
+UNTESTED: Final[Mapping[str, str]] = {
+    "Busy": "control flow of one module, without a message",
+    "CublasError": "its number is read by the driver of a card, and the emulator has no cuBLAS",
+    "ImpossibleTransition": "the machine raises InvalidEvent in its place",
+    "NothingToRead": "control flow of admission, without a message",
+    "OperationFailed": "its message becomes the fact of a UsageError",
+    "Untold": "control flow of one module, without a message",
+}
+"""Error class without a test of its own -> the reason."""
+
 _CLASS: Final = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
 _QUICK: Final = re.compile(r"(?:str|repr)\([\w.]+\)|\.(?:fact|remedy|clause|subject|why|detail)\b|\.args\[|f\"\{\w+\}\"")
 """What a module has that reads a message; only such modules are parsed."""
@@ -210,6 +220,43 @@ def test_refusals_for_memory_have_their_shortage() -> None:
         if not (node.args and isinstance(node.args[0], ast.Call) and ast.unparse(node.args[0].func) == "Shortage")
     }
     assert found == set()
+
+
+def fields_of(cls: ast.ClassDef) -> set[str]:
+    """Public attributes that the methods of a class set."""
+    targets = (
+        node.targets if isinstance(node, ast.Assign) else [node.target] for node in ast.walk(cls) if isinstance(node, ast.Assign | ast.AnnAssign)
+    )
+    attributes = (part for group in targets for target in group for part in ast.walk(target) if isinstance(part, ast.Attribute))
+    return {each.attr for each in attributes if ast.unparse(each.value) == "self" and each.attr != "args" and not each.attr.startswith("_")}
+
+
+def unread_fields(cls: ast.ClassDef, tests: Iterable[str]) -> list[str]:
+    """Fields of an error that no test reads, of those that name its class; "its message" if none of them compares that."""
+    naming = [text for text in tests if re.search(rf"\b{cls.name}\b", text)]
+    unread = [name for name in sorted(fields_of(cls)) if not any(re.search(rf"\.{name}\b|\"{name}\"", text) for text in naming)]
+    message = rf"raises\([^)]*\b{cls.name}\b[^)]*match=|\b{cls.name}\(|\bstr\("
+    return unread if any(re.search(message, text) for text in naming) else [*unread, "its message"]
+
+
+def test_fields_and_messages_of_errors_are_tested() -> None:
+    """By a test that names the class; errors without a message only control the flow of one module."""
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("*.py") if "contracts" not in path.parts]
+    classes = [
+        (path.relative_to(ROOT).as_posix(), node)
+        for path in FILES
+        if path.relative_to(ROOT).as_posix().startswith(("scheduler/", "tiles/", "nntask/", "wrappers/"))
+        if _CLASS.search(text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and node.name in error_names() and not node.name.startswith("_")
+    ]
+    found = {f"{path} {cls.name}": unread for path, cls in classes if cls.name not in UNTESTED and (unread := unread_fields(cls, tests))}
+    assert not found
+    assert UNTESTED.keys() <= {cls.name for _, cls in classes if unread_fields(cls, tests)}
+    (lost,) = ast.parse("class Lost(Exception):\n    def __init__(self):\n        self.why, self._raw = 1, 2").body
+    assert isinstance(lost, ast.ClassDef)
+    assert unread_fields(lost, ["Lost().why"]) == []
+    assert unread_fields(lost, ["isinstance(error, Lost)"]) == ["why", "its message"]
 
 
 def remedies_in_clauses(tree: ast.AST) -> Iterator[tuple[int, str]]:

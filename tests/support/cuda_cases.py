@@ -9,13 +9,16 @@ import numpy as np
 from support.kernel_cases import CASES, Maker
 
 from tiles.kernels.catalog import operations
+from tiles.kernels.reference.experts import expert_backward_tiles, expert_forward_tiles
 from tiles.kernels.reference.loss import PLAIN, backward_tiles, forward_tiles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 FLOATS = {
     "adam": (1, 2, 3),
+    "adam8bit": (1, 3, 5),
     "add_rows_backward": (1,),
+    "balance_backward": (1,),
     "attention": (4, 5, 6),
     "attention_apply": (1,),
     "attention_backward": (4, 5),
@@ -30,6 +33,7 @@ FLOATS = {
     "layer_norm": (4, 5),
     "layer_norm_backward": (2, 3, -2, -1),
     "mean_tokens": (1,),
+    "muon_update": (1, 3),
     "norm_apply": (1, 2),
     "norm_backward_apply": (2, 3, 5, 6, 9, 10),
     "norm_backward_sums": (2, 3, 5, 6),
@@ -39,6 +43,8 @@ FLOATS = {
     "rms_norm": (3,),
     "rms_norm_backward": (2, -1),
     "rotary": (1, 2),
+    "route": (2,),
+    "route_backward": (2,),
     "row_squares": (1, 2),
     "row_sums": (1,),
     "sgd": (1, 3, 4),
@@ -47,7 +53,11 @@ FLOATS = {
 }
 """Arguments that stay fp32 where activations and parameters are bf16: statistics, gradients of weights, moments, masters."""
 
-ONLY_FLOATS = {"head_finish", "norm_finish", "rotary_angles", "rotary_angles_at", "sum_scalars"}
+ONLY_FLOATS = {"balance_finish", "head_finish", "norm_finish", "rotary_angles", "rotary_angles_at", "sum_scalars"} | {
+    "muon_momentum",
+    "muon_normalise",
+    "muon_polynomial",
+}
 
 LOOSE = {"rotary_angles": 2e-4, "rotary_angles_at": 2e-4}
 """Angles of late positions are rounded in fp32 before their cosine is taken."""
@@ -66,6 +76,11 @@ def _kept(op: str, args: list[np.ndarray], constants: dict[str, Any]) -> set[int
             return set(forward_tiles(places, constants["num_c"], how).statistics)
         found = backward_tiles(places, constants["num_c"], how)
         return {found.lse, *found.dws} | {place for place in (found.factor, found.dbias) if place is not None}
+    if op == "expert_forward":
+        return {expert_forward_tiles(range(len(args)), constants["num_c"]).weights}
+    if op == "expert_backward":
+        given = expert_backward_tiles(range(len(args)), constants["num_c"])
+        return {given.weights, given.dweights, *given.dgates, *given.dups, *given.ddowns}
     num_tiles = len(args) - bool(constants.get("offset"))  # negative places count from before the scratch of an offset
     return {place % num_tiles for place in FLOATS.get(op, ()) if place < num_tiles}
 

@@ -38,6 +38,7 @@ def run_of(
     config: ModelConfig = CONFIG,
     length: int = LENGTH,
     labels: Path | None = None,
+    optimizer: str = "adamw",
     **resources: object,
 ) -> RunConfig:
     """A little training; `labels` is a file of texts with labels, for a config that learns these."""
@@ -46,7 +47,7 @@ def run_of(
         asked,
         tiling=replace(asked.tiling, batch=BATCH, minibatch=minibatch, lanes=lanes, vocab_tile=64, embd_tile=16),
         model=replace(asked.model, dtype=dtype, seq_len=length),  # type: ignore[arg-type]
-        optimizer=replace(asked.optimizer, lr=1e-2, grad_clip=clip, weight_decay=0.1),
+        optimizer=replace(asked.optimizer, optimizer=optimizer, lr=1e-2, grad_clip=clip, weight_decay=0.1),
         resources=replace(asked.resources, **resources),  # type: ignore[arg-type]
     )
     if labels is not None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tiles.block_format import BLOCK_FORMATS
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "phi": "phi2"}
-ARCHITECTURES |= {"gemma2": "gemma2", "phi3": "phi3"}
+ARCHITECTURES |= {"gemma2": "gemma2", "phi3": "phi3", "mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 KINDS = {"F32": np.float32, "F16": np.float16}
 
@@ -32,21 +32,34 @@ def converted(theirs: Any) -> dict[str, np.ndarray]:
     config, kind = theirs.config, theirs.config.model_type
     name_map = gguf.get_tensor_name_map(MODEL_ARCHES[ARCHITECTURES[kind]], config.num_hidden_layers)
     found = {}
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in _by_layer(theirs.state_dict()).items():
         if name.endswith((".attn.bias", ".attn.masked_bias")) or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         values = tensor.float().numpy()
         if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             values = values.T
-        if kind in ("llama", "mistral") and name.endswith(("q_proj.weight", "q_proj.bias")):
+        if kind in ("llama", "mistral", "mixtral") and name.endswith(("q_proj.weight", "q_proj.bias")):
             values = paired(values, config.num_attention_heads)
-        if kind in ("llama", "mistral") and name.endswith(("k_proj.weight", "k_proj.bias")):
+        if kind in ("llama", "mistral", "mixtral") and name.endswith(("k_proj.weight", "k_proj.bias")):
             values = paired(values, config.num_key_value_heads)
         if kind in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
             values = values + 1
+        if name.endswith("shared_expert_gate.weight"):
+            values = values.squeeze()
         theirs_here = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs_here is not None, name
         found[theirs_here] = np.ascontiguousarray(values)
+    return found
+
+
+def _by_layer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with two arrays in place of one of the gates and the layers up of all experts."""
+    found = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            found |= zip((name.replace("gate_up_proj", f"{kind}_proj.weight") for kind in ("gate", "up")), tensor.chunk(2, 1), strict=True)
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
     return found
 
 
@@ -77,7 +90,7 @@ def write_gguf(
         random = next((each for key, each in mixed.items() if key in name), usual)
         number = gguf.GGMLQuantizationType[random or kind]
         block = gguf.GGML_QUANT_SIZES[number][0]
-        if values.ndim == 1 or values.shape[-1] % block or name == "position_embd.weight":
+        if values.ndim == 1 or values.shape[-1] % block or name == "position_embd.weight" or "ffn_gate_inp" in name:
             writer.add_tensor(name, values)
         elif random in KINDS:
             writer.add_tensor(name, values.astype(KINDS[random]))
@@ -102,7 +115,8 @@ def random_blocks(shape: tuple[int, ...], number: gguf.GGMLQuantizationType, see
     """Random bytes that decode to finite numbers, of the size of weights for formats of ours."""
     known = BLOCK_FORMATS.get(number.name.lower())
     if known is not None and known.is_quantised:
-        return weight_blocks.random_blocks((int(np.prod(shape[:-1])), known.row_bytes(shape[-1])), known, seed)
+        bytewise = (int(np.prod(shape[:-1])), known.row_bytes(shape[-1]))
+        return weight_blocks.random_blocks(bytewise, known, seed).reshape(*shape[:-1], bytewise[1])
     nbytes = gguf.GGML_QUANT_SIZES[number][1]
     size, draw = gguf.quant_shape_to_byte_shape(shape, number), np.random.default_rng(seed)
     blocks = draw.integers(0, 256, (np.prod(size) // nbytes, nbytes), np.uint8)
@@ -137,7 +151,14 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type in ("gemma2", "gemma3_text", "mistral", "phi3"):
+    if (count := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if (size := getattr(config, "moe_intermediate_size", None)) is not None:
+        writer.add_expert_feed_forward_length(size)
+    if (size := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        writer.add_expert_shared_feed_forward_length(size)
+    if config.model_type in ("gemma2", "gemma3_text", "mistral", "mixtral", "phi3"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

@@ -33,10 +33,13 @@ def expressible(name: str) -> Any:
         return replace(config, query_pre_attn_scalar=8)
     if name == "gemma3":
         return replace(config, query_pre_attn_scalar=8, layer_types=(SLIDING,) * 5 + (FULL,), num_hidden_layers=6)
+    if name == "qwen3_moe":
+        return replace(config, mlp_only_layers=())
     return config
 
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi", "gemma2", "phi3")
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi", "gemma2", "phi3", *MIXTURES)
 
 
 def wide(config: Any) -> Any:
@@ -44,6 +47,7 @@ def wide(config: Any) -> Any:
     if isinstance(config, GPT2Config):
         return replace(config, n_embd=64, n_head=4, n_inner=96)
     more = {"query_pre_attn_scalar": 16} if isinstance(config, Gemma2Config | Gemma3Config) else {}
+    more |= {key: 96 for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if hasattr(config, key)}
     return replace(config, **more, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
@@ -52,7 +56,8 @@ def big(name: str) -> Any:
     config = expressible(name)
     if name == "gpt2":
         return replace(config, n_embd=256, n_head=4, n_inner=512)
-    return replace(wide(config), hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    more = {key: 256 for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if hasattr(config, key)}
+    return replace(wide(config), **more, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
 
 def read(path: Path, tiling: ModelTiling) -> dict[str, np.ndarray]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from support.training import OPTIMIZERS
 
 from nntask.models.gpt2 import GPT2, GPT2Config
-from nntask.optim.optimizers import AdamW
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 
@@ -18,13 +18,15 @@ class Training:
     """Steps of two minibatches of two sequences, two in flight.
 
     Args:
-        lr: of AdamW, which clips at 1.
+        lr: learning rate; gradients are clipped at 1.
+        optimizer: value of --optimizer.
     """
 
     config: GPT2Config
     tiling: ModelTiling
     steps: int
     lr: float
+    optimizer: str = "adamw"
 
     def ids(self) -> np.ndarray:
         """Tokens  # (steps, 2, 2, T + 1)."""
@@ -36,7 +38,7 @@ class Training:
             model = GPT2(self.config.with_dropout(dropout), self.tiling, runtime, seed=3, dtype=dtype)
             if weights is not None:
                 weights.update({name: tensor.read() for name, tensor in model.tensors().items()})
-            optimizer = AdamW(model.parameters(), lr=self.lr, max_norm=1.0)
+            optimizer = OPTIMIZERS[self.optimizer](model, 0.0, self.lr, max_norm=1.0)
             inputs = [model.input_tensors(2) for _ in range(2)]
             kept = []
             with runtime.record() as step:

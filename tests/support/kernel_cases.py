@@ -15,9 +15,11 @@ from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
+from tiles.kernels.cpu.experts import expert_scratch_nbytes as expert_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
+from tiles.kernels.cuda.experts import expert_scratch_nbytes as device_expert_scratch
 from tiles.kernels.cuda.tables import head_scratch_nbytes as device_head_scratch
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
@@ -222,6 +224,25 @@ def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how:
     return [*given, partials], outputs, constants
 
 
+def _choices(make: Maker) -> list[np.ndarray]:
+    """Three of six experts for ten rows, of which no row chooses the last; weights; flags."""
+    choices = np.stack([make.rng.permutation(5)[:3] for _ in range(10)]).astype(np.int32)
+    return [choices.reshape(2, 5, 3), make.positive(2, 5, 3), (np.bincount(choices.reshape(-1), minlength=6) > 0).astype(np.uint8).reshape(1, 1, 6)]
+
+
+def _expert(make: Maker, *, expert: int, backward: bool, first: bool = False, is_frozen: bool = False) -> Case:
+    """One expert with seven features inside; the features of rows are in two tiles."""
+    xs, gates, ups, downs = ([make(*shape) for shape in pair] for pair in (((2, 5, 3), (2, 5, 4)), *[((7, 3), (7, 4))] * 2, ((3, 7), (4, 7))))
+    given = [*xs, *gates, *ups, *downs, *_choices(make)]
+    room = np.empty(max(expert_scratch(10, 7, 7, 8, is_backward=backward), device_expert_scratch(10, 7, 4, is_backward=backward)), np.uint8)
+    if not backward:
+        return [*given, make(2, 5, 3), make(2, 5, 4), room], [], {"num_c": 2, "expert": expert}
+    given += [make(2, 5, 3), make(2, 5, 4), make(2, 5, 3), make(2, 5, 4), make(2, 5, 3)]
+    grads = [] if is_frozen else [make(*w.shape) for w in (*gates, *ups, *downs)]
+    outputs = list(range(len(given), len(given) + len(grads))) if first else []
+    return [*given, *grads, room], outputs, {"num_c": 2, "expert": expert, "accumulate": not first}
+
+
 HEADS = (Head(True, True, True), Head(cap=1.5), Head(has_factor=True), Head(True, True, True, 1.5), Head(has_bias=True))
 """Ways of a head beyond the plain one."""
 
@@ -267,6 +288,23 @@ def _adam(make: Maker, decoupled: bool, clip: bool) -> Case:
     return args, [], {"row": 1, "decoupled": decoupled, "max_norm": 1.0, "clip": clip, "master": False}
 
 
+def _adam8bit(make: Maker, clip: bool) -> Case:
+    """36 blocks and a short one."""
+    m, v = (make.rng.integers(0, 256, (31, 300)).astype(np.uint8) for _ in range(2))
+    scales = [(make.rng.random(37) + 0.5).astype(np.float32) for _ in range(2)]
+    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    args = [make(31, 300), make(31, 300), m, scales[0], v, scales[1], hyper, *([np.array([400.0])] if clip else [])]
+    return args, [], {"row": 1, "max_norm": 1.0, "clip": clip, "master": False}
+
+
+_MUON = np.array([[9.0] * 8, [0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
+
+
+def _muon_momentum(make: Maker, nesterov: bool, clip: bool) -> Case:
+    args = [make(31, 300), make(31, 300), make(31, 300), _MUON.copy(), *([np.array([400.0])] if clip else [])]
+    return args, [2], {"row": 1, "nesterov": nesterov, "max_norm": 1.0, "clip": clip}
+
+
 def _sgd(make: Maker, momentum: float, nesterov: bool) -> Case:
     hyper = np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]])
     args = [make(31, 300), make(31, 300), hyper, *([make(31, 300)] if momentum else []), make(31, 300)]
@@ -297,11 +335,11 @@ def quantised_linear(make: Maker, block_format: str, num_rows: int, *, trans_b: 
     return args, [] if accumulate else [2 + bias], constants
 
 
-def decoded_blocks(make: Maker, block_format: str) -> Case:
-    """Seven rows of one or three blocks."""
+def decoded_blocks(make: Maker, block_format: str, *, has_flags: bool) -> Case:
+    """Seven rows of one or three blocks, for an expert or another layer."""
     named = BLOCK_FORMATS[block_format]
-    values = make(7, columns_of(named, 96))
-    return [blocks_of(values, named), make(*values.shape)], [1], {"block_format": block_format}
+    values, flags = make(7, columns_of(named, 96)), [np.ones((1, 3), np.uint8)] if has_flags else []
+    return [blocks_of(values, named), make(*values.shape), *flags], [1], {"block_format": block_format}
 
 
 def quantised_embedding(make: Maker, block_format: str, rows: int, first: int, accumulate: bool) -> Case:
@@ -320,6 +358,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation": [lambda m, k=k: ([m(9, 3000), m(9, 3000)], [1], {"kind": k}) for k in KINDS],
     "activation_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, d=d, c=c: _adam(m, d, c) for d in (False, True) for c in (False, True)],
+    "adam8bit": [lambda m, c=c: _adam8bit(m, c) for c in (False, True)],
     "add": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "add_into": [lambda m: ([m(5, 7), m(5, 7)], [1], {"accumulate": False}), lambda m: ([m(5, 7), m(5, 7)], [], {"accumulate": True})],
     "add_rows": [lambda m: ([m(3, 5, 7), m(6, 7), m(3, 5, 7)], [2], {})],
@@ -334,6 +373,21 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
         *[lambda m, n=n, f=f, p=p: patterned_attention(m, n, first=f, p=p) for n in PATTERNS for f, p in ((True, 0.0), (False, 0.3))],
         *[lambda m, n=n: patterned_attention(m, n, first=True, causal=False) for n in ("cap", "bias", "documents")],
+    ],
+    "gram": [
+        lambda m, t=t, a=a: ([m(20, 33), m(33, 33) if t else m(20, 20)], [] if a else [1], {"trans": t, "alpha": 0.5, "accumulate": a})
+        for t in (False, True)
+        for a in (False, True)
+    ],
+    "muon_momentum": [lambda m, n=n, c=c: _muon_momentum(m, n, c) for n in (False, True) for c in (False, True)],
+    "muon_normalise": [lambda m, t=t: ([m(31, 300), np.array([t]), _MUON.copy()], [], {"row": 1}) for t in (0.0, 9.0)],
+    "muon_polynomial": [
+        lambda m: ([m(31, 31), m(31, 31)], [1], {"a": 3.4, "b": -4.8, "diagonal": True}),
+        lambda m: ([m(31, 20), m(31, 20)], [1], {"a": 3.4, "b": -4.8, "diagonal": False}),
+    ],
+    "muon_update": [
+        lambda m: ([m(31, 300), m(31, 300), _MUON.copy()], [], {"row": 1, "ratio": 1.5, "master": False}),
+        lambda m: ([m(31, 300), m(31, 300), _MUON.copy(), m(31, 300)], [0], {"row": 1, "ratio": 1.5, "master": True}),
     ],
     "whole_attention": [lambda m, c=c, g=g: _whole_attention(m, backward=False, causal=c, group=g) for c in (False, True) for g in (1, 3)],
     "whole_attention_backward": [lambda m, c=c, g=g: _whole_attention(m, backward=True, causal=c, group=g) for c in (False, True) for g in (1, 3)],
@@ -396,7 +450,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "combine_pages": [_combined],
     "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
-    "decode_blocks": [lambda m, f=f: decoded_blocks(m, f) for f in BLOCK_FORMATS],
+    "decode_blocks": [lambda m, f=f, g=g: decoded_blocks(m, f, has_flags=g) for f in BLOCK_FORMATS for g in (False, True)],
     "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
     "embedding": [
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
@@ -415,6 +469,20 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "first_token": [lambda m: ([m(3, 5, 7), m(3, 1, 7)], [1], {})],
     "first_token_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {})],
     "gate": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"kind": k}) for k in KINDS],
+    "balance": [
+        lambda m: ([m(2, 5, 6), _choices(m)[0], np.empty(13)], [2], {"first": True}),
+        lambda m: ([m(2, 5, 6), _choices(m)[0], m.ids(3, 2, 5), np.arange(13.0)], [], {"first": False}),
+    ],
+    "balance_backward": [
+        lambda m: ([m(2, 5, 6), m(6), m(2, 5, 6)], [2], {}),
+        lambda m: ([m(2, 5, 6), m(6), m.ids(3, 2, 5), m(2, 5, 6)], [3], {}),
+    ],
+    "balance_finish": [lambda m: ([np.arange(1.0, 14.0), np.empty(1), m(6)], [1, 2], {"scale": 0.3})],
+    "expert_backward": [
+        lambda m, e=e, f=f, z=z: _expert(m, expert=e, backward=True, first=f, is_frozen=z)
+        for e, f, z in ((1, True, False), (1, False, False), (5, True, False), (2, False, True))
+    ],
+    "expert_forward": [lambda m, e=e: _expert(m, expert=e, backward=False) for e in (1, 5)],
     "gate_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {"kind": k}) for k in KINDS],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [
@@ -525,6 +593,12 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "row_squares": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [2], {"width": 70, "accumulate": False}),
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"width": 70, "accumulate": True}),
+    ],
+    "route": [lambda m, n=n: ([m(2, 5, 6), *(np.empty_like(each) for each in _choices(m))], [2], {"renormalises": n}) for n in (False, True)],
+    "route_backward": [lambda m, n=n: ([m(2, 5, 6), _choices(m)[0], m(2, 5, 3), m(2, 5, 6)], [3], {"renormalises": n}) for n in (False, True)],
+    "row_gate": [lambda m: ([m(2, 5, 1), m(2, 5, 33), m(2, 5, 33)], [2], {})],
+    "row_gate_backward": [
+        lambda m, f=f: ([m(2, 5, 1), m(2, 5, 33), m(2, 5, 33), m(2, 5, 33), m(2, 5, 1)], [3, 4] if f else [3], {"first": f}) for f in (True, False)
     ],
     "row_sums": [lambda m: ([m(2, 9, 33), m(2, 9)], [1], {"accumulate": False}), lambda m: ([m(2, 9, 33), m(2, 9)], [], {"accumulate": True})],
     "scale": [lambda m: ([m(5, 7), m(5, 7)], [1], {"alpha": 0.25})],

@@ -34,7 +34,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
         {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 1},
         T5,
     ),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 2}, GPT),
+    "flex_olmo": (
+        "FlexOlmoForCausalLM",
+        "FlexOlmoConfig",
+        {**SHAPE, "num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "eos_token_id": 1},
+        GPT,
+    ),
     "vit": ("ViTForImageClassification", "ViTConfig", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}, GPT),
 }
 """Name -> (model class, config class, its arguments, special tokens)."""

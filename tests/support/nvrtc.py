@@ -25,17 +25,17 @@ def library() -> ctypes.CDLL | None:
 
 def compile_source(name: str, element: str, architecture: int) -> tuple[bool, str]:
     """Whether a source compiles for ``sm_<architecture>``, and the compiler's log, which says of each kernel how many registers a thread takes."""
-    log, code = _compiled(name, element, architecture)
+    log, code = _compiled(name, source_text(name), element, architecture)
     return bool(code), log
 
 
 @cache
-def _compiled(name: str, element: str, architecture: int) -> tuple[str, bytes]:
+def _compiled(name: str, text: str, element: str, architecture: int) -> tuple[str, bytes]:
     """The log of the compiler, and the code, which is empty if the source does not compile."""
     nvrtc = library()
     assert nvrtc is not None
     program = ctypes.c_void_p()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source_text(name).encode(), f"{name}.cu".encode(), 0, None, None) == 0
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None) == 0
     flags = [f"-arch=sm_{architecture}".encode(), f"-DELEMENT={element}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
     status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
     size = ctypes.c_size_t()
@@ -51,9 +51,9 @@ def _compiled(name: str, element: str, architecture: int) -> tuple[str, bytes]:
     return log.value.decode(), code
 
 
-def instructions(name: str, element: str, architecture: int) -> dict[str, list[int]]:
-    """The operation codes of each kernel: the low 12 bits of each instruction of 16 bytes, from the sections ``.text.<kernel>`` of an ELF file."""
-    _, code = _compiled(name, element, architecture)
+def machine_code(name: str, element: str, architecture: int, text: str = "") -> dict[str, bytes]:
+    """The machine code of each kernel of a source, or of `text` in its place: the sections ``.text.<kernel>`` of an ELF file."""
+    _, code = _compiled(name, text or source_text(name), element, architecture)
     (table,) = struct.unpack_from("<Q", code, 0x28)
     size, count, names = struct.unpack_from("<HHH", code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", code, table + size * number) for number in range(count)]
@@ -62,5 +62,11 @@ def instructions(name: str, element: str, architecture: int) -> dict[str, list[i
         begin = sections[names][4] + at
         title = code[begin : code.index(b"\0", begin)].decode()
         if title.startswith(".text."):
-            found[title.removeprefix(".text.")] = [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code[start : start + length])]
+            found[title.removeprefix(".text.")] = code[start : start + length]
     return found
+
+
+def instructions(name: str, element: str, architecture: int) -> dict[str, list[int]]:
+    """The operation codes of each kernel: the low 12 bits of each instruction of 16 bytes."""
+    codes = machine_code(name, element, architecture)
+    return {kernel: [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code)] for kernel, code in codes.items()}

@@ -23,6 +23,7 @@ WIDTHS: dict[str, Any] = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff"), 96),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
     **dict.fromkeys(("head_dim", "d_kv"), 16),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 96),
     "num_key_value_heads": 2,
 }
 

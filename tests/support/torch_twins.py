@@ -210,14 +210,15 @@ TWINS: Final[dict[str, Twin]] = {
 _PARTS = (
     "add_rows_backward attention_apply attention_backward attention_lse attention_scores head_backward head_finish head_forward "
     "mean_tokens mean_tokens_backward norm_apply norm_backward_apply norm_backward_sums norm_finish row_squares "
-    "sum_scalars first_token_backward select_rows gather_rows "
+    "sum_scalars first_token_backward select_rows gather_rows balance balance_backward balance_finish expert_forward expert_backward "
+    "gram muon_momentum muon_normalise muon_polynomial muon_update"
 )
 _REASONS = {
     "random numbers by element are our own": "dropout keyed_uniform random_normal random_uniform",
     "a part of an operation that is cut into tiles: PyTorch has the whole": _PARTS,
     "PyTorch has no such cache": "append_to_cache append_to_pages cached_attention combine_pages paged_attention",
-    "PyTorch has no such blocks": "decode_blocks quantised_embedding quantised_linear",
-    "PyTorch has no such operation": "rotary rotary_angles rotary_angles_at",
+    "PyTorch has no such blocks": "adam8bit decode_blocks quantised_embedding quantised_linear",
+    "PyTorch has no such operation": "rotary rotary_angles rotary_angles_at route route_backward row_gate row_gate_backward",
     "two of the others in one, or one of them in another form": "cap_backward head_norm head_norm_backward linear_activation residual_layer_norm "
     "residual_rms_norm rms_norm_backward sgd whole_attention whole_attention_backward",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,20 @@ from nntask.engine.recorded import emit_training_step
 from nntask.hf.model_directory import ModelDirectory
 from nntask.models.gpt2 import GPT2, GPT2Config
 from nntask.models.llama import Llama, LlamaConfig
-from nntask.optim.optimizers import AdamW, decay_groups
+from nntask.optim.adamw8bit import AdamW8bit
+from nntask.optim.muon import Muon, hidden_matrices, muon_groups
+from nntask.optim.optimizers import AdamW, Optimizer, decay_groups
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime, TaskRuntime
 from tiles import TileTensor
 
 VOCAB, LENGTH = 61, 16
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": lambda model, decay, lr, **options: AdamW(decay_groups(model, decay), lr, **options),
+    "muon": lambda model, decay, lr, **options: Muon(muon_groups(model, decay), lr, pieces=hidden_matrices(model), **options),
+    "adamw8bit": lambda model, decay, lr, **options: AdamW8bit(decay_groups(model, decay), lr, **options),
+}
+"""Value of --optimizer -> function of a model, its weight decay and a learning rate."""
 ROTATIONS = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
 """Short, long and blended wavelengths."""
 GPT = GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=24, n_layer=2, n_head=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
@@ -64,6 +73,7 @@ class Job:
     Args:
         start: where the weights that are not learnt are read.
         on_cpu: whether CPU workers alone update.
+        optimizer: value of --optimizer.
         options: of `build`.
     """
 
@@ -77,13 +87,14 @@ class Job:
         minibatches: int = 2,
         start: ModelDirectory | None = None,
         on_cpu: bool = False,
+        optimizer: str = "adamw",
         **options: Any,
     ) -> None:
         self.model = build(runtime, family, **options)
         if start is not None:
             start.attach(self.model.frozen_tensors())
         self.rate = 3e-2 if "adapters" in family else 3e-3
-        self.optimizer = AdamW(decay_groups(self.model, 0.1), self.rate, max_norm=1.0, on_cpu=on_cpu)
+        self.optimizer = OPTIMIZERS[optimizer](self.model, 0.1, self.rate, max_norm=1.0, on_cpu=on_cpu)
         self.inputs = [self.model.inputs(SEQUENCES // minibatches) for _ in range(minibatches)]
         self.step = None
         if isinstance(runtime, Runtime):
@@ -101,9 +112,9 @@ class Job:
         rng, found, previous = np.random.default_rng(7), [], None
         for number in range(steps):
             ids = rng.integers(0, VOCAB, (SEQUENCES, LENGTH + 1)).astype(np.int32)
-            for given, part in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
-                given["tokens"].write(part[:, :-1])
-                given["targets"].write(part[:, 1:])
+            for given, piece in zip(self.inputs, np.split(ids, len(self.inputs)), strict=True):
+                given["tokens"].write(piece[:, :-1])
+                given["targets"].write(piece[:, 1:])
             self.model.dropout_key.write(np.array([3, number], np.uint64))
             self.optimizer.prepare(number + 1, self.rate)
             if self.step is None:

@@ -19,11 +19,12 @@ from nntask.models.gpt_neo import GPTNeoConfig
 from nntask.models.gpt_neox import GPTNeoXConfig
 from nntask.models.llama import LlamaConfig
 from nntask.models.mistral import MistralConfig
+from nntask.models.mixtures import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from nntask.models.opt import OPTConfig
 from nntask.models.phi import PhiConfig
 from nntask.models.phi3 import Phi3Config
 from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
-from nntask.models.registry import build
+from nntask.models.registry import FAMILIES, build
 from nntask.models.t5 import T5Config
 from nntask.tiling.model_tiling import ModelTiling
 
@@ -40,6 +41,8 @@ _HIDDEN: dict[str, Any] = {
 }
 _GROUPED = {**_HIDDEN, "num_key_value_heads": 3, "head_dim": 8}
 _WHOLE_HEADS = {**_HIDDEN, "hidden_size": 48}  # of eight features
+EAGER_EXPERTS = {"experts_implementation": "eager"}  # the default takes widths that are multiples of 16 bytes only
+_QWEN_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 19, "num_key_value_heads": 3}
 _LONGROPE = {"rope_type": "longrope", "short_factor": (1.0, 1.08, 1.3), "long_factor": (1.1, 2.25, 31.5), "factor": 1.5}
 
 CONFIGS: dict[str, Any] = {
@@ -48,6 +51,11 @@ CONFIGS: dict[str, Any] = {
     "mistral": MistralConfig(**_GROUPED, sliding_window=4),
     "qwen2": Qwen2Config(**{**_WHOLE_HEADS, "num_key_value_heads": 3}, use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "qwen3": Qwen3Config(**_GROUPED, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**_GROUPED, num_local_experts=5, sliding_window=4),
+    "mixtral balanced": MixtralConfig(**_GROUPED, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.3),
+    "olmoe": OlmoeConfig(**_WHOLE_HEADS, num_key_value_heads=3, num_experts=7, num_experts_per_tok=3),
+    "qwen2_moe": Qwen2MoeConfig(**{**_WHOLE_HEADS, **_QWEN_EXPERTS}, num_experts=6, shared_expert_intermediate_size=37, qkv_bias=True),
+    "qwen3_moe": Qwen3MoeConfig(**{**_GROUPED, **_QWEN_EXPERTS}, num_local_experts=9, norm_topk_prob=True, mlp_only_layers=(1,)),
     "gemma2": Gemma2Config(**_GROUPED, sliding_window=5, query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3": Gemma3Config(**_GROUPED, layer_types=(SLIDING, FULL, SLIDING), sliding_window=5, query_pre_attn_scalar=24),
     "gpt_neo": GPTNeoConfig(
@@ -91,7 +99,7 @@ def hf_model(config: Any, dtype: Any = np.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     values = config.to_dict()
     kind = getattr(transformers, values["architectures"][0])
-    theirs = kind(kind.config_class(**{**values, "attn_implementation": "eager", "pad_token_id": values.get("pad_token_id")}))
+    theirs = kind(kind.config_class(**{**values, "attn_implementation": "eager", **EAGER_EXPERTS, "pad_token_id": values.get("pad_token_id")}))
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.ndim == 1:
@@ -101,7 +109,21 @@ def hf_model(config: Any, dtype: Any = np.float32, seed: int = 0) -> Any:
 
 def state_of(theirs: Any) -> dict[str, Any]:
     """Its weights as arrays."""
-    return {name: value.detach().numpy().copy() for name, value in theirs.state_dict().items()}
+    return in_files(theirs, {name: value.detach().numpy().copy() for name, value in theirs.state_dict().items()})
+
+
+def hf_gradients(theirs: Any) -> dict[str, Any]:
+    """Its gradients as arrays, of those weights that the loss needs, under the names of files."""
+    return in_files(theirs, {name: p.grad.numpy() for name, p in theirs.named_parameters() if p.grad is not None})
+
+
+def in_files(theirs: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Arrays under the names of files, which have a matrix for each expert."""
+    family = FAMILIES[theirs.config.model_type].config
+    if not getattr(family.names, "stacked", ()):  # names of some families depend on the config
+        return arrays
+    config = family.from_dict({**theirs.config.to_dict()})
+    return dict(config.names.to_hf(config.names.from_hf(arrays, config), config))
 
 
 def our_model(theirs: Any, config: Any, tiling: ModelTiling, runtime: Any, **options: Any) -> Any:
@@ -134,20 +156,28 @@ def random_batch(config: Any, seed: int) -> dict[str, np.ndarray]:
 
 def hf_logits(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
     """Its scores, (B * T, V) or (B, classes)."""
+    logits = hf_outputs(theirs, config, batch).logits
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def hf_outputs(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
+    """Its scores, and the load-balancing loss of experts if the config asks for it."""
     given = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items() if name != "factor"}
     more = {"attention_mask": given["documents"]} if "documents" in given else {}
     if "decoder_tokens" in given:
         more["decoder_input_ids"] = given["decoder_tokens"]
-    logits = theirs(input_ids=given["tokens"], use_cache=False, **more).logits if config.objective in ("causal", "seq2seq") else None
-    if logits is None:
-        logits = theirs(input_ids=given["tokens"], **more).logits
-    return logits.reshape(-1, logits.shape[-1])
+    if config.objective in ("causal", "seq2seq"):
+        more["use_cache"] = False
+    return theirs(input_ids=given["tokens"], **more)
 
 
 def hf_loss(theirs: Any, config: Any, batch: dict[str, np.ndarray]) -> Any:
     """Its mean loss, a torch scalar."""
     targets = torch.from_numpy(batch["targets"].astype(np.int64)).flatten()
-    return torch.nn.functional.cross_entropy(hf_logits(theirs, config, batch), targets, ignore_index=-1)
+    found = hf_outputs(theirs, config, batch)
+    loss = torch.nn.functional.cross_entropy(found.logits.reshape(-1, found.logits.shape[-1]), targets, ignore_index=-1)
+    balance = config.description.balance
+    return loss + balance * found.aux_loss if balance else loss
 
 
 def our_logits(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:

@@ -124,6 +124,18 @@ def _adam(m: Maker, clip: bool, decoupled: bool) -> Case:
     return args, [0, 2, 3, len(args) - 1], {**constants, "clip": clip, "decoupled": decoupled, "master": True}
 
 
+def _adam8bit(m: Maker, clip: bool) -> Case:
+    codes, scales = [m.rng.integers(0, 256, (31, 300)).astype(np.uint8) for _ in range(2)], [m.positive(37) for _ in range(2)]
+    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    args = [m(31, 300), m.wide(31, 300), codes[0], scales[0], codes[1], scales[1], hyper, *([np.array([400.0])] if clip else []), m.wide(31, 300)]
+    return args, [0, 2, 3, 4, 5, len(args) - 1], {"row": 1, "max_norm": 1.0, "clip": clip, "master": True}
+
+
+def _muon_update(m: Maker) -> Case:
+    args = [m(31, 300), m.wide(31, 300), np.array([[9.0] * 8, [0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]]), m.wide(31, 300)]
+    return args, [0, 3], {"row": 1, "ratio": 1.5, "master": True}
+
+
 def _sgd(m: Maker, momentum: float, clip: bool) -> Case:
     args = [m(31, 300), m.wide(31, 300), np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]]), *([m.wide(31, 300)] if momentum else [])]
     args += [*([np.array([400.0])] if clip else []), m.wide(31, 300)]
@@ -137,6 +149,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "activation": [lambda m, k=k: ([m(9, 301), m(9, 301)], [1], {"kind": k}) for k in KINDS],
     "activation_backward": [lambda m, k=k: ([m(9, 301), m(9, 301), m(9, 301)], [2], {"kind": k}) for k in KINDS],
     "adam": [lambda m, c=c, d=d: _adam(m, c, d) for c in BOTH for d in BOTH],
+    "adam8bit": [lambda m, c=c: _adam8bit(m, c) for c in BOTH],
     "add": [lambda m: ([m(5, 77), m(5, 77), m(5, 77)], [2], {})],
     "append_to_cache": [
         lambda m: ([m(2, 5, 6), m(2, 5, 6), np.tile(np.arange(9, 14, dtype=np.int32), (2, 1)), m(2, 5, 6), m(2, 5, 6)], [3, 4], {"start": 9})
@@ -199,6 +212,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 5, 6), m(7, 6), m(7), m(2, 5, 7)], [3], {"trans_b": True}),
     ],
     "matmul": [lambda m, a=a, b=b, c=c, w=w: _matmuls(m, a, b, c, w) for a in BOTH for b in BOTH for c in BOTH for w in BOTH],
+    "muon_update": [_muon_update],
     "residual_layer_norm": [
         lambda m: ([m(2, 9, 333), m(2, 9, 333), m(333), m(333), m(2, 9, 333), m(2, 9, 333), m.wide(2, 9), m.wide(2, 9)], [4, 5, 6, 7], {"eps": 1e-5})
     ],
@@ -254,7 +268,7 @@ def test_pure_outputs_are_not_read(op: str) -> None:
     for make in CASES[op]:
         args, outputs, constants = make(Maker())
         first = constants.get("first", constants.get("first_k", True)) and constants.get("first_q", True) and not constants.get("accumulate", False)
-        if not first or op in ("adam", "sgd"):
+        if not first or op in ("adam", "adam8bit", "muon_update", "sgd"):
             continue
         for at in outputs:
             args[at].fill(np.nan)

@@ -11,13 +11,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.cuda_emulator import COMPILER, Emulator, on_device, on_host
+from support.kernel_cases import CASES, Maker
 
 from scheduler import Runtime
 from scheduler.core.errors import DeviceFailed
 from scheduler.drivers.cuda_cupy import CupyGpu, GpuFacts
 from tiles import TileTensor, emission
 from tiles.kernels import catalog, registry
+from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda import compiling, device, launch, products
+from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import KernelBuildError, build, source_text, target_of
 from tiles.kernels.cuda.device import CudaDevice
 from tiles.kernels.cuda.launch import Arguments
@@ -249,6 +252,25 @@ def test_a_programs_kernel_puts_ours_for_gpus_aside(own_kernels: None) -> None:
     assert emission.codelet("scale").kinds == ("cpu", "sim", "cuda")
     catalog.register("scale", "cpu")(lambda x, out, *, alpha: np.multiply(x, 3 * alpha, out=out))
     assert emission.codelet("scale").kinds == ("cpu", "sim", "cuda")
+
+
+@pytest.mark.parametrize("op", ["expert_forward", "expert_backward"])
+def test_experts_cost_all_rows_on_gpus(op: str) -> None:
+    """CPUs multiply the rows that chose an expert, K / E of them on average; GPUs multiply all rows. Other operations cost the same."""
+    views, _, constants = CASES[op][0](Maker(np.float32))
+    on_cpu, on_gpu = (emission.codelet(op, has_gpus=has_gpus).cost(views, constants) for has_gpus in (False, True))
+    assert on_gpu.flops == pytest.approx(on_cpu.flops * 6 / 3)  # 3 of 6 experts
+    views, _, constants = CASES["matmul"][0](Maker(np.float32))
+    assert emission.codelet("matmul").cost(views, constants) == emission.codelet("matmul", has_gpus=True).cost(views, constants)
+
+
+@pytest.mark.parametrize(("op", "num_vectors", "most"), [("rms_norm_backward", 1, 163_840), ("layer_norm_backward", 2, 163_840)])
+def test_norms_that_are_too_wide_are_refused(op: str, num_vectors: int, most: int) -> None:
+    """Their partial sums would not fit the memory that a device has for them; the bound is that of sums over one piece of rows."""
+    x, row, column = (DeviceArray(0, shape, np.dtype(np.float32)) for shape in ((3, most + 1), (most + 1,), (3,)))
+    arrays = [x, row, *[column] * num_vectors, x, x, *[row] * num_vectors]
+    with pytest.raises(ValueError, match=f"the gradient of a norm takes tiles of {most:,} columns at most, got {most + 1}; use smaller tiles"):
+        kernel(op, "cuda")(*arrays, accumulate=False, residual=False)
 
 
 @needs_compiler

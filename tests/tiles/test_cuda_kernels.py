@@ -18,7 +18,7 @@ from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu.loss import loss_scratch_nbytes
-from tiles.kernels.cuda import launch
+from tiles.kernels.cuda import launch, norm
 from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import Head
@@ -164,10 +164,15 @@ def test_patterns_over_several_blocks(dtype: type, size: int, causal: bool, name
 @needs_compiler
 @ORDERS
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("width", "accumulate"), [(5, True), (8, False), (136, True)])
-def test_sums_over_many_rows(width: int, accumulate: bool, dtype: type, backwards: bool, emulator: Emulator) -> None:
-    """Arrays with several pieces of rows: columns one at a time and four at a time, also more than a block of threads has."""
+@pytest.mark.parametrize(
+    ("width", "accumulate", "most_shared"), [(5, True, 1 << 16), (8, False, 1 << 16), (136, True, 1 << 16), (136, True, 0), (5, False, 0)]
+)
+def test_sums_over_many_rows(
+    width: int, accumulate: bool, most_shared: int, dtype: type, backwards: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays with several pieces of rows: columns one at a time and four at a time, also more than a block of threads or shared memory has."""
     emulator.backwards = backwards
+    monkeypatch.setattr(norm, "SHARED_SUMS_NBYTES", most_shared)
     make = Maker(np.float32)
     x, dy, dx, gamma = (make(1, 301, width).astype(dtype) for _ in range(4))
     mean, rstd, first, second = make(1, 301), make.positive(1, 301), make(width), make(width)
@@ -245,13 +250,20 @@ def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emula
 
 @needs_compiler
 def test_nan_is_kept(emulator: Emulator) -> None:
-    """One NaN in a row of scores reaches the row's statistics, whatever comes after it."""
+    """One NaN in a row of scores reaches the row's statistics, weights and gradients, whatever comes after it."""
     s, peak, total = np.zeros((1, 1, 2, 40), np.float32), np.zeros((1, 1, 2), np.float32), np.zeros((1, 1, 2), np.float32)
     s[..., 1, 7] = np.nan
     for first in (True, False):
         kernel("attention_lse", "cuda")(*map(on_device, (s, peak, total, np.empty(1, np.uint8))), first=first)
         s[..., 1, :] = 0
         assert np.isnan(total).tolist() == [[[False, True]]]
+    logits, choices, weights = np.zeros((1, 6), np.float32), np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32)
+    logits[0, 5], slopes = np.nan, np.zeros_like(logits)
+    for renormalises in (True, False):
+        kernel("route", "cuda")(*map(on_device, (logits, choices, weights, np.empty((1, 6), np.uint8))), renormalises=renormalises)
+        kernel("route_backward", "cuda")(*map(on_device, (logits, choices, np.ones_like(weights), slopes)), renormalises=renormalises)
+        assert np.isnan(weights).all()
+        assert np.isnan(slopes).all()
 
 
 @needs_compiler

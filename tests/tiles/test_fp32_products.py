@@ -40,6 +40,15 @@ def ask(**environment: str) -> tuple[str, str]:
 
 
 @needs_onednn
+def test_a_call_that_fails_is_named() -> None:
+    """With its status, and what to do."""
+    library, _ = onednn._load()
+    assert library is not None
+    with pytest.raises(onednn.OneDnnError, match=r"^dnnl_sgemm of .* failed with status 2; set NNTASK_ONEDNN=off to do without it$"):
+        library.check(2, "dnnl_sgemm")
+
+
+@needs_onednn
 def test_narrow_code_on_a_wide_processor_goes_to_onednn() -> None:
     """OpenBLAS is told to run AVX2 code: oneDNN computes, unless it is switched off; OpenBLAS's own AVX-512 code stays."""
     quick, words = ask(OPENBLAS_CORETYPE="Haswell")

@@ -22,6 +22,7 @@ from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as atten
 from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
+from tiles.kernels.cpu.experts import expert_scratch_nbytes as expert_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
@@ -187,6 +188,36 @@ def _head(m: Maker, *, backward: bool, how: Head = PLAIN) -> Call:
     return [*given, m.column(), m.column(), m.column(), partials], {**constants, "vocab": vocab}
 
 
+def _choices(m: Maker) -> list[np.ndarray]:
+    """Two of eight experts for each row; weights; flags."""
+    choices = np.stack([np.zeros(m.rows, np.int32), 1 + np.arange(m.rows, dtype=np.int32) % 7], axis=-1)[None]
+    return [choices, m(1, m.rows, 2), np.ones((1, 1, 8), np.uint8)]
+
+
+def _expert(m: Maker, *, backward: bool) -> Call:
+    """All rows choose the expert; the wide shape is a large expert."""
+    width, inner = (512, 512) if m.rows == 512 else (32, 50257) if m.rows == 6 else (32, 6)
+    x, gate, up, down = m(1, m.rows, width), m(inner, width), m(inner, width), m(width, inner)
+    room = np.empty(expert_scratch(m.rows, width, inner, m.dtype.itemsize, is_backward=backward), np.uint8)
+    given, constants = [x, gate, up, down, *_choices(m)], {"num_c": 1, "expert": 0}
+    if not backward:
+        return [*given, np.zeros_like(x), room], constants
+    gradients = [np.zeros_like(array) for array in (x, given[5], gate, up, down)]
+    return [*given, m(1, m.rows, width), *gradients, room], {**constants, "accumulate": True}
+
+
+def _scores(m: Maker) -> np.ndarray:
+    """Scores of 512 experts, or of as many as make the tile large enough."""
+    return m(1, max(m.rows, 512), 768 if m.rows < 50257 else 6)
+
+
+def _routing(m: Maker) -> list[np.ndarray]:
+    """Scores, choices of two experts, weights and flags."""
+    scores = _scores(m)
+    count, experts = scores.shape[1:]
+    return [scores, np.zeros((1, count, 2), np.int32), m(1, count, 2), np.zeros((1, 1, experts), np.uint8)]
+
+
 def _norm_backward(m: Maker, rms: bool, residual: bool = True) -> Call:
     moments = [m.column()] if rms else [m.column(), m.column()]
     args = [m.tile(), m.row(), *moments, m.tile(), *([m.tile()] if residual else []), m.tile(), m.row(), *([] if rms else [m.row()])]
@@ -228,6 +259,22 @@ def _adam(m: Maker, decoupled: bool, clip: bool, master: bool) -> Call:
     args = [*(m.tile() for _ in range(4)), hyper, *([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
     constants = {"row": 0, "decoupled": decoupled}
     return [*args, *_update_room(m, not decoupled, clip, False)], {**constants, "max_norm": 1.0, "clip": clip, "master": master}
+
+
+def _adam8bit(m: Maker, clip: bool, master: bool) -> Call:
+    codes, scales = (
+        [np.zeros((1, m.rows, m.columns), np.uint8) for _ in range(2)],
+        [np.ones(-(-m.rows * m.columns // 256), np.float32) for _ in range(2)],
+    )
+    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    tiles = [m.tile(), m.tile(), codes[0], scales[0], codes[1], scales[1], hyper]
+    rest = [*([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
+    return [*tiles, *rest], {"row": 0, "max_norm": 1.0, "clip": clip, "master": master}
+
+
+def _muon(m: Maker, count: int, **constants: Any) -> Call:
+    hyper = np.array([[0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
+    return [*(m.tile()[0] for _ in range(count)), hyper], {"row": 0, **constants}
 
 
 def _sgd(m: Maker, momentum: float, nesterov: bool, clip: bool) -> Call:
@@ -327,6 +374,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "activation": _each(KINDS, 2),
     "activation_backward": _each(KINDS, 3),
     "adam": [lambda m, d=d, c=c, w=w: _adam(m, d, c, w) for d in (False, True) for c in (False, True) for w in (False, True)],
+    "adam8bit": [lambda m, c=c, w=w: _adam8bit(m, c, w) for c in (False, True) for w in (False, True)],
     "add": _tiles(3),
     "add_into": [*_tiles(2, accumulate=False), *_tiles(2, accumulate=True)],
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
@@ -362,6 +410,12 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "gate": _each(KINDS, 3),
     "gate_backward": _each(KINDS, 5),
     "gather_rows": [lambda m, n=n: _gather(m, n) for n in (1, 2)],
+    "balance": [lambda m: ([*_routing(m)[:2], np.zeros(2 * _scores(m).shape[-1] + 1)], {"first": False})],
+    "balance_backward": [lambda m: ([_scores(m), m(_scores(m).shape[-1]), _scores(m)], {})],
+    "balance_finish": [lambda m: ([np.ones(2 * m.columns + 1), np.empty(1), m.row()], {"scale": 0.5})],
+    "expert_backward": [lambda m: _expert(m, backward=True)],
+    "expert_forward": [lambda m: _expert(m, backward=False)],
+    "gram": [lambda m, t=t: ([m(512, 512), m(512, 512)], {"trans": t, "alpha": 1.0, "accumulate": False}) for t in (False, True)],
     "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
     "head_forward": [lambda m, h=h: _head(m, backward=False, how=h) for h in (PLAIN, Head(True, cap=1.5))],
@@ -381,6 +435,10 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     ],
     "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
     "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
+    "muon_momentum": [lambda m, n=n: _muon(m, 3, nesterov=n, max_norm=0.0, clip=False) for n in (False, True)],
+    "muon_normalise": [lambda m: ([m.tile(), np.ones(1), np.array([[0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])], {"row": 0})],
+    "muon_polynomial": [lambda m: ([m(768, 768), m(768, 768)], {"a": 1.0, "b": 2.0, "diagonal": True})],
+    "muon_update": [lambda m: _muon(m, 2, ratio=1.0, master=False)],
     "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],
     "norm_backward_apply": [_norm_backward_apply],
     "norm_backward_sums": [
@@ -403,6 +461,10 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
     "row_squares": [lambda m: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"width": 70, "accumulate": True})],
+    "route": [lambda m: (_routing(m), {"renormalises": True})],
+    "route_backward": [lambda m: ([*_routing(m)[:3], _scores(m)], {"renormalises": True})],
+    "row_gate": [lambda m: ([m.column()[..., None], m.tile(), m.tile()], {})],
+    "row_gate_backward": [lambda m: ([m.column()[..., None], *(m.tile() for _ in range(3)), m.column()[..., None]], {"first": False})],
     "row_sums": [lambda m, a=a: ([m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
     "scale": _tiles(2, alpha=0.25),
     "select_rows": [lambda m: _select(m, 1), lambda m: _select(m, m.rows)],
@@ -415,7 +477,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
 }
 
 
-SMALL = {"sum_scalars", "norm_finish", "head_finish", "attention_delta"}
+SMALL = {"balance_finish", "sum_scalars", "norm_finish", "head_finish", "attention_delta"}
 """Operations on numbers or on rows only: in some shapes all their tiles stay below `WHOLE`."""
 
 

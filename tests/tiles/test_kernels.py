@@ -14,6 +14,7 @@ from scheduler import REDUX, RW, InlineRuntime, R, W
 from tiles import TileTensor
 from tiles.emission import emit
 from tiles.kernels.catalog import kernel, operations
+from tiles.kernels.registry import Backend
 
 
 def test_every_kernel_has_a_twin_and_a_case() -> None:
@@ -38,6 +39,21 @@ def test_cpu_equals_reference(op: str, number: int, dtype: type) -> None:
     for at, (want, found) in enumerate(zip(args, fast, strict=True)):
         if want.dtype != np.uint8 and want.dtype != np.uint64:
             np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance, err_msg=f"argument {at}")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_nan_logits_reach_weights_and_gradients(place: int, renormalises: bool, backend: Backend) -> None:
+    """A router that diverged must show, whether the expert is chosen or not; other rows keep their values."""
+    logits = Maker(np.float32)(2, 6)
+    logits[0, place] = np.nan
+    choices, weights, flags, dlogits = np.empty((2, 3), np.int32), np.empty((2, 3), np.float32), np.empty((1, 6), np.uint8), np.empty_like(logits)
+    kernel("route", backend)(logits, choices, weights, flags, renormalises=renormalises)
+    kernel("route_backward", backend)(logits, choices, np.ones_like(weights), dlogits, renormalises=renormalises)
+    for array in (weights, dlogits):
+        assert np.isnan(array[0]).all()
+        assert np.isfinite(array[1]).all()
 
 
 @pytest.mark.parametrize("op", ["silu_gate", "scale", "cap"])

@@ -12,7 +12,7 @@ from support.weight_blocks import blocks_of, columns_of
 from scheduler import InlineRuntime
 from tiles import BLOCK_FORMATS, TOKEN_ROWS, BlockFormat, QuantisedTensor, TileTensor
 from tiles.kernels.cpu.onednn import library as onednn
-from tiles.ops import matmul
+from tiles.ops import experts, matmul
 
 SHAPES = [(61, 61), (96, 70), (576, 130), (1536, 48), (24, 1), (2080, 67)]
 """Features and columns: multiples of vectors, remainders of both, a single column."""
@@ -98,3 +98,33 @@ def test_sums_are_added_to_what_is_there() -> None:
         return matmul.linear(given, w, transpose_w=True).read()
 
     check(product, x, x.astype(np.float64) @ w.read().astype(np.float64).T, 2e-6)
+
+
+@pytest.mark.parametrize("tile", [96, 60], ids=["one tile of features", "two tiles of features"])
+def test_rows_of_experts(tile: int) -> None:
+    """Each row has the sum of its own experts, whatever other rows chose; the width inside an expert is in two tiles."""
+    rng, runtime, width, inner, num_experts = np.random.default_rng(4), InlineRuntime(), 96, 70, 5
+
+    def matrix(shape: tuple[int, int], cut: tuple[int, int]) -> TileTensor:
+        result = TileTensor(runtime, shape, cut, np.float32, name="w")
+        result.write(rng.standard_normal(shape).astype(np.float32))
+        return result
+
+    shapes = [((inner, width), (40, tile))] * 2 + [((width, inner), (tile, 40))]
+    matrices = [experts.Expert(*(matrix(*shape) for shape in shapes)) for _ in range(num_experts)]
+    x, router = (rng.standard_normal(size).astype(np.float32) for size in ((TOKEN_ROWS, width), (num_experts, width)))
+
+    def routed(rows: np.ndarray) -> experts.Routing:
+        return experts.route(tensor(runtime, (rows.astype(np.float64) @ router.T).astype(np.float32)), 2, renormalises=False)
+
+    def product(rows: np.ndarray) -> np.ndarray:
+        given = TileTensor(runtime, rows.shape, (len(rows), 1, tile), np.float32, name="x")
+        given.write(rows)
+        return experts.experts(given, routed(rows), matrices).read()
+
+    chosen, want = routed(x[:, None]), np.zeros((TOKEN_ROWS, width))
+    for i, k in np.ndindex(TOKEN_ROWS, 2):
+        gate, up, down = (w.read().astype(np.float64) for w in matrices[chosen.choices.read()[i, 0, k]])
+        gates = gate @ x[i]
+        want[i] += chosen.weights.read()[i, 0, k] * (down @ (gates / (1 + np.exp(-gates)) * (up @ x[i])))
+    check(product, x, want, 2e-6)

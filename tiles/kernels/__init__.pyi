@@ -8,10 +8,10 @@ from .cpu.optimizer import load_update_loops
 from .cpu.quantised import load_block_loops
 from .cuda.array import DeviceArray
 from .cuda.attention_speed import attention_seconds
-from .cuda.compiling import KernelBuildError
+from .cuda.compiling import KernelBuildError, source_text
 from .cuda.device import SPARE_NBYTES, CudaDevice
 from .cuda.hollow import HollowGpu
-from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
+from .cuda.launch import PARTIALS_NBYTES, KernelSource, StreamPointer, device
 from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, shape_of, takes_heads
 from .cuda.products import WORKSPACE_NBYTES
 from .cuda.tables import head_scratch_nbytes
@@ -34,6 +34,7 @@ __all__ = [
     "DeviceArray",
     "HollowGpu",
     "KernelBuildError",
+    "KernelSource",
     "Pair",
     "StreamPointer",
     "WholeShape",
@@ -53,5 +54,6 @@ __all__ = [
     "loss_scratch_nbytes",
     "set_blas_threads",
     "shape_of",
+    "source_text",
     "takes_heads",
 ]

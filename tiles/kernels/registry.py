@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 if TYPE_CHECKING:
-    from scheduler.machine import Many
+    from scheduler.machine import KernelChain, Many
 
 Backend = Literal["reference", "cpu", "cuda"]
 Kernel = Callable[..., None]
@@ -64,8 +64,9 @@ BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu", "tanh")
 _kernels: dict[tuple[str, Backend], Kernel] = {}
 _activations: dict[str, Activation] = {}
 _native: dict[str, Native] = {}
-_flops: dict[str, FlopCount] = {}
+_flops: dict[tuple[str, Backend], FlopCount] = {}
 _many: dict[Kernel, Many] = {}
+_chains: dict[Kernel, list[KernelChain]] = {}
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
@@ -77,7 +78,8 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
     Args:
         op: name of the operation.
         backend: "reference", "cpu" or "cuda".
-        flops: function of the tiles' views (objects with ``shape``) and the constants that returns the number of floating-point operations.
+        flops: function of the tiles' views (objects with ``shape``) and the constants that returns the number of floating-point operations. Without
+            it, the count of another backend is used.
         is_bounded: whether the kernel uses none of NumPy's buffers; a CPU kernel then avoids the 3 us that limiting them takes.
     """
 
@@ -89,7 +91,7 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
                 del _kernels[op, "cuda"]
         _kernels[op, backend] = _bounded(kernel) if backend == "cpu" and not is_bounded else kernel
         if flops is not None:
-            _flops[op] = flops
+            _flops[op, backend] = flops
         return kernel
 
     return enter
@@ -174,6 +176,16 @@ def registered_many(kernel: Kernel | None) -> Many | None:
     return None if kernel is None else _many.get(kernel)
 
 
+def register_chain(chain: KernelChain) -> None:
+    """Register a kernel for a chain of "cuda" kernels; a chain that is registered earlier takes precedence."""
+    _chains.setdefault(chain.kernels[0], []).append(chain)
+
+
+def registered_chains(kernel: Kernel | None) -> Sequence[KernelChain]:
+    """Return the chains that begin with a kernel."""
+    return () if kernel is None else tuple(_chains.get(kernel, ()))
+
+
 def registered(op: str, backend: Backend) -> Kernel | None:
     """Return the kernel of operation `op` on `backend`; None if none is registered yet."""
     return _kernels.get((op, backend))
@@ -194,6 +206,7 @@ def registered_operations(backend: Backend) -> list[str]:
     return sorted(op for op, where in _kernels if where == backend)
 
 
-def registered_flops(op: str) -> FlopCount | None:
-    """Return the function that counts floating-point operations of operation `op`; None if none is registered."""
-    return _flops.get(op)
+def registered_flops(op: str, backend: Backend) -> FlopCount | None:
+    """Return the function that counts floating-point operations of operation `op` on `backend`; None if none is registered for any backend."""
+    order: tuple[Backend, ...] = (backend, "cpu", "cuda", "reference")
+    return next((_flops[op, each] for each in order if (op, each) in _flops), None)

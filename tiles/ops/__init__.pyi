@@ -1,3 +1,18 @@
-from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, pages, random, select, tokens
+from . import attention, cache, elementwise, embedding, experts, loss, matmul, muon, norm, optimizer, pages, random, select, tokens
 
-__all__ = ["attention", "cache", "elementwise", "embedding", "loss", "matmul", "norm", "optimizer", "pages", "random", "select", "tokens"]
+__all__ = [
+    "attention",
+    "cache",
+    "elementwise",
+    "embedding",
+    "experts",
+    "loss",
+    "matmul",
+    "muon",
+    "norm",
+    "optimizer",
+    "pages",
+    "random",
+    "select",
+    "tokens",
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from scheduler import REDUX, Access, R, W
+from scheduler import REDUX, RW, Access, R, W
 
 from ..emission import emit
 from ..kernels.registry import activations
@@ -123,6 +123,24 @@ def gated_backward(gates: TileTensor, up: TileTensor, dy: TileTensor, kind: str)
     op, constants = ("silu_gate_backward", {}) if kind == "silu" else ("gate_backward", {"kind": kind})
     dgates, dup = _each(op, [gates, up, dy], "d gate", "d up", **constants)
     return dgates, dup
+
+
+def row_gated(gate: TileTensor, x: TileTensor) -> TileTensor:
+    """y = sigmoid(gate) * x  # (.., 1), (.., C) -> (.., C)."""
+    y = x.like(name="row gate")
+    for index in x.tiling.indices():
+        emit(x.runtime, "row_gate", [(gate[*index[:-1], 0], R), (x[index], R), (y[index], W)])
+    return y
+
+
+def row_gated_backward(gate: TileTensor, x: TileTensor, dy: TileTensor) -> tuple[TileTensor, TileTensor]:
+    """Return dgate (.., 1) and dx (.., C) of `row_gated`."""
+    dgate, dx = gate.like(name="d row gate"), x.like(name="d row gate")
+    for index in x.tiling.indices():
+        row, c = index[:-1], index[-1]
+        accesses: list[Access] = [(gate[*row, 0], R), (x[index], R), (dy[index], R), (dx[index], W), (dgate[*row, 0], RW if c else W)]
+        emit(x.runtime, "row_gate_backward", accesses, first=c == 0)
+    return dgate, dx
 
 
 def capped(x: TileTensor, most: float) -> TileTensor:

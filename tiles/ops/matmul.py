@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler import REDUX, RW, SCRATCH, Access, R, W
+from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.quantised import panel_scratch_nbytes
@@ -129,12 +129,26 @@ def _quantised_task(w: QuantisedTensor, accesses: list[Access], transpose_w: boo
 
 def decoded(w: QuantisedTensor) -> TileTensor:
     """Return the numbers of quantised weights as a new tensor of floats, for operations that do not support quantised weights."""
-    if w.is_turned:
-        raise ValueError(f"weights that are stored transposed cannot be decoded tile by tile, got {w!r}; multiply by them instead")
     values = TileTensor(w.runtime, w.shape, w.tile, w.dtype, name="decoded")
     for index in w.tiling.indices():
-        emit(w.runtime, "decode_blocks", [(w[index], R), (values[index], W)], block_format=w.block_format.name)
+        decode_tile(w, index, values[index])
     return values
+
+
+def decode_tile(w: QuantisedTensor, index: tuple[int, ...], values: Handle, flags: Handle | None = None, number: int = 0, share: float = 1.0) -> None:
+    """Decode one tile of quantised weights to `values`, or skip that if a flag is 0.
+
+    Args:
+        flags, number, share: the flag's tile, and the rest of the condition (`Condition`); None for a task that always runs.
+    """
+    if w.is_turned:
+        raise ValueError(f"weights that are stored transposed cannot be decoded tile by tile, got {w!r}; multiply by them instead")
+    accesses: list[Access] = [(w[index], R), (values, W)]
+    condition = None
+    if flags is not None:
+        accesses.append((flags, R))
+        condition = Condition(guard=2, number=number, share=share)
+    emit(w.runtime, "decode_blocks", accesses, condition=condition, block_format=w.block_format.name)
 
 
 def linear_backward_input(dy: TileTensor, w: TileTensor, *, transpose_w: bool = False) -> TileTensor:

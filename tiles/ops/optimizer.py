@@ -13,6 +13,7 @@ from scheduler import RW, SCRATCH, Access, Handle, R, TaskRuntime, W
 
 from ..emission import emit, emit_on_cpu, scratch
 from ..kernels.cpu.optimizer import optimizer_scratch_nbytes
+from ..kernels.reference.moments import num_blocks
 from ..kernels.registry import NARROW
 from ..tensor import TileTensor
 from .grid import same_tiling
@@ -93,10 +94,35 @@ class Update:
     priority: int = 0
     cpu_only: bool = False
 
+    def check_master(self) -> None:
+        """Check that a 16-bit parameter, and no other, has a master.
+
+        Raises:
+            ValueError: the master is missing, or the parameter needs none.
+        """
+        if (self.param.dtype in NARROW) != (self.master is not None):
+            raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {self.param!r} with master {self.master!r}")
+
 
 def adamw(update: Update, m: TileTensor, v: TileTensor, *, decoupled: bool = True) -> None:
     """Compute one step of AdamW (`decoupled`) or of Adam with L2, as torch.optim does."""
+    same_tiling(update.param, m, v)
     _update("adam", update, [m, v], None, has_penalty=update.decays and not decoupled, decoupled=decoupled)
+
+
+def moment_scales(param: TileTensor, name: str) -> TileTensor:
+    """Return a new tensor for the scales of a moment in 8 bits: tile i has a number for each block of tile i of the parameter, and maybe more.
+
+    A block is 256 elements of one tile, row by row (`tiles.kernels.reference.moments`).
+    """
+    count, per_tile = param.tiling.num_tiles, num_blocks(prod(param.tile))
+    return TileTensor(param.runtime, (count * per_tile,), (per_tile,), np.float32, kind="persistent", data_class="optimizer", name=name)
+
+
+def adamw8bit(update: Update, m: TileTensor, m_scales: TileTensor, v: TileTensor, v_scales: TileTensor) -> None:
+    """Compute one step of AdamW on moments in 8 bits: codes (uint8) in the parameter's tiles, and `moment_scales`, all zero before the first step."""
+    same_tiling(update.param, m, v)
+    _update("adam8bit", update, [m, m_scales, v, v_scales], None, has_penalty=False)
 
 
 def sgd(update: Update, buffer: TileTensor | None, *, nesterov: bool = False) -> None:
@@ -106,14 +132,14 @@ def sgd(update: Update, buffer: TileTensor | None, *, nesterov: bool = False) ->
         buffer: momentum buffer; zero before the first step. None for no momentum, regardless of `hyper`.
         nesterov: whether to use Nesterov momentum.
     """
+    same_tiling(update.param, *([] if buffer is None else [buffer]))
     _update("sgd", update, [], buffer, has_penalty=update.decays, has_buffer=buffer is not None, nesterov=nesterov)
 
 
 def _update(op: str, update: Update, moments: list[TileTensor], buffer: TileTensor | None, *, has_penalty: bool, **constants: Any) -> None:
     param, norm, master = update.param, update.norm, update.master
-    same_tiling(param, update.grad, *(tensor for tensor in (*moments, buffer, master) if tensor is not None))
-    if (param.dtype in NARROW) != (master is not None):
-        raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {param!r} with master {master!r}")
+    same_tiling(param, update.grad, *([] if master is None else [master]))
+    update.check_master()
     clip = norm is not None and update.max_norm > 0
     shared: dict[str, Any] = {"max_norm": update.max_norm, "clip": clip, "master": master is not None}
     for number in range(param.tiling.num_tiles) if update.tiles is None else update.tiles:

@@ -76,3 +76,7 @@ class Metrics:
                 family.add_metric([node], nbytes)
             yield family
         yield CounterMetricFamily("nntask_serve_evictions", "Tiles evicted from a full memory", stats["evictions"])
+        hits, misses = stats["conditional_hits"], stats["conditional_misses"]
+        if hits + misses:
+            yield CounterMetricFamily("nntask_serve_experts_chosen", "Weights of experts that tokens chose, in tiles", hits + misses)
+            yield CounterMetricFamily("nntask_serve_experts_in_memory", "Those of them that were in memory when they were chosen", hits)

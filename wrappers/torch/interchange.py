@@ -116,7 +116,7 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
             arrays[name] = np.empty(weight.shape, weight.dtype)
             weight.read(arrays[name])
     values = config.to_dict()
-    state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in config.names.to_hf(arrays, config).items()}
+    state = {name: _as_torch(np.ascontiguousarray(array)) for name, array in config.names.to_module(arrays, config).items()}
     module = getattr(transformers, _AUTO[config.objective]).from_config(
         transformers.AutoConfig.for_model(**json.loads(json.dumps(values)), **ids.to_dict()), dtype=next(iter(state.values())).dtype
     )

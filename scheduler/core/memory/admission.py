@@ -206,9 +206,11 @@ class Admission:
         unreadable = None
         copies = False
         for handle, mode in task.accesses:
-            replica = handle.replicas.get(node_id) if mode != SCRATCH else None
+            replica = handle.replicas.get(node_id)  # none for scratch, which a handle does not list
             if replica is not None:
                 present.append(replica)
+                if not several and replica.state != "reserved":
+                    continue
             if replica is None:
                 new.append(len(present) + len(new))
                 handles.append(handle)

@@ -1,7 +1,8 @@
 """Eviction policies: the order in which replicas leave a full node.
 
-A policy gives every replica a key that does not change while it is unused, so that `victim_selection` can keep replicas sorted, and a price that
-compares the best clean replica with the best dirty one. Dead data is freed with its last use under every policy, so policies never see it.
+A policy gives every replica a key that does not grow while it is unused, unless a use of it is skipped (`Replicas.enter_anew`), so that
+`victim_selection` can keep replicas sorted, and a price that compares the best clean replica with the best dirty one. Dead data is freed with its
+last use under every policy, so policies never see it.
 """
 
 from __future__ import annotations
@@ -107,24 +108,24 @@ class Foresight:
         return FAR, False
 
     def will_run(self, replay: Replay, task: Task) -> bool:
-        """Whether it is known that an unfinished task of a replay will run; a conditional one whose flag is not written yet may be skipped."""
+        """Return whether it is known that an unfinished task of a replay runs; a conditional one whose flag is not written yet may be skipped."""
         condition = task.spec.condition
         if condition is None or condition.guard < 0:
             return True
         guard, _ = task.accesses[condition.guard]
-        return guard.flags is not None and guard.flags[condition.number] != 0 and not self.will_change(guard, replay, task.position)
+        return (guard.flags is None or guard.flags[condition.number] != 0) and not self.will_change(guard, replay, task.position)
 
-    def extra_distance(self, handle: HandleRecord, use_schedule: UseSchedule, position: int) -> float:
-        """Return the expected number of planned tasks from the next planned use of a handle that only conditional tasks use to its next real use.
+    def extra_distance(self, replica: Replica, use_schedule: UseSchedule, position: int) -> float:
+        """Return the expected number of planned tasks from the next planned use of data that only conditional tasks use to its next real use.
 
-        With a use rate of r, 1/r - 1 planned uses are skipped on average before one takes place. If it is known that the next one will take place,
-        the number is 0: otherwise data fetched for it could be evicted before it.
+        With a use rate of r, 1/r - 1 planned uses are skipped on average before one takes place. The number is 0 if it is known that the next one
+        takes place, and for data that was fetched and not used yet. So prefetches end: each replaces data that is used later than its own.
 
         Args:
             position: position of the next planned use in the oldest replay; beyond the end if it is in the next one.
         """
-        oldest = self.replays[0]
-        if position < len(oldest.tasks) and self.will_run(oldest, oldest.tasks[position]):
+        oldest, handle = self.replays[0], replica.handle
+        if not replica.last_use or (position < len(oldest.tasks) and self.will_run(oldest, oldest.tasks[position])):
             return 0.0
         rate = max(handle.use_rate, LEAST_RATE) if handle.use_rate >= 0 else 1.0
         return (1.0 / rate - 1.0) * len(oldest.tasks) / len(use_schedule.positions)
@@ -211,7 +212,7 @@ class NextUse:
                 while index < end and done[positions[index]]:
                     index += 1
                 position = len(done) + positions[0] if index == end else positions[index]  # the former in the next replay
-                extra = foresight.extra_distance(replica.handle, use_schedule, position) if use_schedule.is_conditional else 0
+                extra = foresight.extra_distance(replica, use_schedule, position) if use_schedule.is_conditional else 0
                 return inf if use_schedule.modes[index % end] == W else oldest.first_order + position + extra
         distance, overwrites = foresight.next_use_of(replica)
         if overwrites:
@@ -219,7 +220,7 @@ class NextUse:
         if distance == FAR:
             return NEVER - replica.last_use
         if use_schedule is not None and use_schedule.is_conditional and replays:
-            extra = foresight.extra_distance(replica.handle, use_schedule, replays[0].frontier + distance)
+            extra = foresight.extra_distance(replica, use_schedule, replays[0].frontier + distance)
             return foresight.order + distance + extra
         return foresight.order + distance
 

@@ -102,7 +102,13 @@ class Lookahead:
         """Start at most `limit` copies of data that the window misses; return whether more copies may be started, for tasks beyond it."""
         replicas, node = self.replicas, self.node
         stride = COMPLETE_STRIDE if self._is_complete else STRIDE
-        changes = (self._num_ended // stride, replicas.copies.num_ended[node], replicas.num_missed[node], *replicas.foresight.replays)
+        changes = (
+            self._num_ended // stride,
+            replicas.copies.num_ended[node],
+            replicas.num_missed[node],
+            replicas.num_decisions,
+            *replicas.foresight.replays,
+        )
         is_idle = self._waits and not replicas.copies.num_arriving(node)
         if self.is_only and changes == self._changes and not is_idle:  # tasks of other nodes change data at any time
             return not self._waits

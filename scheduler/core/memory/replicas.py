@@ -43,6 +43,7 @@ class Replicas:
         copies: copies in progress.
         num_released: number of replicas dropped and copies ended so far; a task that waits for memory waits until it changes.
         num_evictions: number of replicas dropped to make room for other data.
+        num_decisions: number of conditional tasks whose flag was read, and of tasks that wrote flags.
         num_missed: for each node, number of replicas dropped there so far although their data exists: evicted, or overwritten elsewhere.
         reservations: reserved bytes of the last tier.
         broken: error after which the last tier accepts no more data; None if it works.
@@ -54,7 +55,7 @@ class Replicas:
 
     __slots__ = (
         "broken", "candidates", "copies", "eviction", "foresight", "has_several", "last", "nodes", "num_cold",
-        "num_evictions", "num_files", "num_missed", "num_released", "readers", "reservations", "wanted",
+        "num_decisions", "num_evictions", "num_files", "num_missed", "num_released", "readers", "reservations", "wanted",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], foresight: Foresight, eviction: EvictionPolicy) -> None:
@@ -66,6 +67,7 @@ class Replicas:
         self.reservations = Reservations(self.nodes[self.last], self.last, foresight)
         self.candidates = [Candidates(node, eviction) for node in self.nodes]
         self.copies = Copies(len(self.nodes), self.last)
+        self.num_decisions = 0
         self.num_evictions = 0
         self.num_missed = [0] * len(self.nodes)
         self.readers: list[Replica] = []
@@ -82,6 +84,12 @@ class Replicas:
     def is_memory(self, node: NodeId) -> bool:
         """Whether a node is neither the disk tier nor files."""
         return node != FILE and not self.nodes[node].is_storage
+
+    def is_at_hand(self, handle: HandleRecord) -> bool:
+        """Whether valid data is in the memory of a device, or in host memory on a machine without devices."""
+        has_devices = len(self.nodes) > 1 + self.nodes[-1].is_storage
+        replicas = handle.replicas.items()
+        return any(self.is_memory(node) and (node != RAM or not has_devices) and each.state != "reserved" for node, each in replicas)
 
     def free_bytes(self, node: NodeId) -> int:
         """Return the free bytes of a node's budget."""
@@ -222,7 +230,12 @@ class Replicas:
                 continue
             rate = share if handle.use_rate < 0 else handle.use_rate
             handle.use_rate = rate + (is_set - rate) / RECENT_USES
-            for replica in () if is_set else handle.replicas.values():  # its next use is further away now
+        self.num_decisions += 1
+
+    def enter_anew(self, handle: HandleRecord) -> None:
+        """Sort the unused replicas of a handle anew, because a use of it was skipped and its next one is further away."""
+        if handle.use_schedule is not None and handle.use_schedule.is_conditional:
+            for replica in handle.replicas.values():
                 if is_unused(replica) and not replica.is_backing:
                     self.candidates[replica.node].add(replica)
 

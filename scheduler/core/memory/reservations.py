@@ -144,7 +144,8 @@ class Reservations:
         promised = self._promised
         for use in replay.shared:
             handle = use.handle
-            if self._is_to_make(use):
+            backing = handle.replicas.get(self.node_id)  # hot path: most data has a backing replica
+            if (backing is None or not backing.is_backing) and self._is_to_make(use):
                 if handle not in promised:
                     self.kept += handle.spec.size
                 promised[handle] = promised.get(handle, 0) + 1

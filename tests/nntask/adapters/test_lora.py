@@ -21,6 +21,7 @@ from nntask.hf.model_directory import ModelDirectory
 from nntask.io.safetensors_file import fingerprint_of, save_tensors
 from nntask.models.blocks import ForwardPass
 from nntask.models.gpt2 import GPT2, GPT2Config
+from nntask.models.mixtures import OlmoeConfig, Qwen2MoeConfig
 from nntask.nn.autograd import Tensor, checkpoint
 from nntask.nn.functional import Masks
 from nntask.nn.initializers import constant
@@ -298,6 +299,9 @@ def test_refusals() -> None:
             LoRA(*numbers)
     model = GPT2(GPT, CUT, InlineRuntime(), seed=1)
     assert largest_rank(GPT) == largest_rank(LLAMA) == 24
+    sizes = (61, 48, 8, 2, 4, 32)  # experts are 8 wide inside, which no adapter sees
+    assert largest_rank(OlmoeConfig.of_size(*sizes)) == 48
+    assert largest_rank(Qwen2MoeConfig.of_size(*sizes, intermediate_size=16, shared_expert_intermediate_size=20)) == 20
     with pytest.raises(UsageError, match="at most 24, the smallest width of a matrix that it adapts, got 25"):
         add_adapters(model, LoRA(25, 1.0))
     add_adapters(model, LoRA(2, 1.0))

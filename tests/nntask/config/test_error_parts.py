@@ -55,6 +55,7 @@ def test_other_flags_are_named_as_well() -> None:
     others = (Setting("--ram", "12TB"), Setting("--disk", "a"), Setting("--lr", 0.5))
     error = UsageError("{0} and {1} and {2}, not --ram 12TB", "drop {0} or {1}", others=others)
     assert str(error) == "--ram 12TB and --disk a and --lr 0.5, not --ram 12TB; drop --ram 12TB or --disk a"
+    assert (error.others, error.remedy) == (others, "drop --ram 12TB or --disk a")
     named = error.naming({"--ram": RAM, "--disk": DISK})
     assert str(named) == "ram = 12TB in run.toml and NNTASK_DISK=a and --lr 0.5, not --ram 12TB; drop ram = 12TB or NNTASK_DISK=a"
     assert error.naming({"--seed": RAM}) is error

@@ -31,6 +31,8 @@ STEPS: Final[dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]
     "bf16, stored scores": (LLAMA, {"dtype": "bf16", "attention": "stored"}, {}, {}),
     "adapters": (LLAMA, {}, {}, {"train": "lora:2", "lora_dropout": 0.1}),
     "sgd": (GPT, {}, {}, {"optimizer": "sgd", "momentum": 0.9}),
+    "muon": (GPT, {}, {}, {"optimizer": "muon"}),
+    "8 bits": (replace(GPT, n_embd=48), {}, {}, {"optimizer": "adamw8bit"}),
 }
 """Model, and fields of the settings of model, tiling and optimizer."""
 

@@ -12,6 +12,7 @@ from support.cuda_emulator import COMPILER, Emulator
 from support.gpu_training import Training, on_gpus
 
 from nntask.models.gpt2 import GPT2Config
+from nntask.optim import adamw8bit
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 from scheduler.drivers.disk import staging_nbytes
@@ -42,6 +43,19 @@ def on(gpus: list[Emulator], nbytes: int = 1 << 26, ram: int = 1 << 27, **more: 
 def test_losses_are_those_of_the_cpu(gpus: list[Emulator], dropout: float) -> None:
     """Within rounding, dropout masks included."""
     np.testing.assert_allclose(losses(on(gpus[:1]), dropout), losses(Runtime(1, ram=1 << 27), dropout), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [*((name, np.float32) for name in ("muon", "adamw8bit")), *(pytest.param(name, BF16, marks=pytest.mark.long) for name in ("muon", "adamw8bit"))],
+)
+def test_other_optimizers_are_those_of_the_cpu(gpus: list[Emulator], optimizer: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon and 8-bit moments, in fp32 and with masters; a budget that does not hold the step changes no bit."""
+    monkeypatch.setattr(adamw8bit, "LEAST", 256)
+    training = replace(TRAINING, optimizer=optimizer)
+    want = training.losses(on(gpus[:1]), dtype=dtype)
+    np.testing.assert_allclose(want, training.losses(Runtime(1, ram=1 << 27), dtype=dtype), rtol=1e-4 if dtype == np.float32 else 1e-2)
+    assert training.losses(on(gpus[:1], TIGHT), dtype=dtype) == want
 
 
 @pytest.mark.parametrize(

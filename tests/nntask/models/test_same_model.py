@@ -44,3 +44,11 @@ def test_what_makes_another_model_is_named_alone() -> None:
     assert not is_same_model(replace(same, rope_scaling=RopeScaling(rope_type="dynamic", factor=2.0)), plain)
     yarn = RopeScaling(rope_type="yarn", factor=2.0)
     assert is_same_model(replace(same, rope_scaling=yarn), replace(same, rope_scaling=replace(yarn, beta_fast=32.0, beta_slow=1.0, truncate=True)))
+
+
+def test_options_of_training_make_no_other_model() -> None:
+    """A load-balancing loss is for training only, so a file that cannot say it has the same model."""
+    config = CONFIGS["olmoe"]
+    balanced = replace(config, output_router_logits=True, router_aux_loss_coef=0.5)
+    assert balanced.description.balance == 0.5
+    assert is_same_model(balanced, replace(config, output_router_logits=False))

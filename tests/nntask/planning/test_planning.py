@@ -73,7 +73,7 @@ def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     small = resolve(settings(ncpu=1), CONFIG)  # one after another, whatever durations are measured
     target, step = this_machine(small.machine), memory_fit.capture(small)
     order = memory_fit.choose_order(step, small, target)
-    needs = memory_fit.least_needs(step.plan, small, target, order)
+    needs = memory_fit.least_needs(step.plan, target, small.step.recompute)
     (alone, *_), (beside, *_) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
     assert alone is not None
     assert beside is not None
@@ -288,7 +288,7 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
     asked = resolve(flags, wide, machine=devices_of(flags.resources, "auto"))
     target = imaginary_machine("1x1MiB", flags.resources)
     coarse = run_candidates._in_coarse_tiles(asked, target)
-    num_tasks = memory_fit.TASKS_PER_WORK * 4 * memory_fit.work_of(coarse)
+    num_tasks = 4 * memory_fit.least_tasks(coarse)
     for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
         monkeypatch.setattr(memory_fit, "MOST_TASKS", most)
         found = run_candidates.with_few_tasks(asked, target)
@@ -342,7 +342,7 @@ def test_a_long_step_that_is_judged_by_three_minibatches_is_not_said_to_fit_wher
     run = resolve(asked, CONFIG)
     target = this_machine(run.machine)
     two, three = (memory_fit.needs_of(memory_fit.capture(run, count).plan).last(target) for count in (2, 3))
-    least = memory_fit.least_needs(memory_fit.capture(run).plan, run, target).last(target)
+    least = memory_fit.least_needs(memory_fit.capture(run).plan, target, recompute).last(target)
     monkeypatch.setattr(fit_advice, "MOST_WHOLE", 0)
     for nbytes in (two, (two + three) // 2, three, least - 1):
         assert nbytes < least

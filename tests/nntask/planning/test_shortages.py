@@ -17,6 +17,7 @@ from nntask.hardware.gpu_attention import gpus_with_cudnn
 from nntask.hardware.machine_model import MachineModel, this_machine
 from nntask.hardware.machine_request import Budget
 from nntask.hardware.machine_spec import cannot_reserve
+from nntask.inference import memory_check
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import fit_advice, memory_fit
 from nntask.planning.needs import Needs, shortage
@@ -123,6 +124,23 @@ def test_a_disk_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         machine_of(ResourceSettings(ncpu=1, ram="64MiB", disk=f"{tmp_path}:2MB"))
     assert refusal.value.shortage == Shortage("reserve", "disk", 2_000_000, 1000)
     assert str(refusal.value) == f"--disk {tmp_path}: SIZE is 2,000,000 B, and 1,000 B are free there; lower it, or free some room"
+
+
+def test_texts_that_do_not_fit(step: tuple[Needs, MachineModel]) -> None:
+    """What is computed begins the sentence, and smaller sizes that would fit are in its advice."""
+    needs, machine = step
+    small = machine_of(ResourceSettings(ncpu=1, ram=f"{needs.last(machine) - 1}B"))
+
+    def needs_of_batch(batch: int) -> Needs:
+        """The needs of a batch, those of the step for two texts."""
+        return replace(needs, total=needs.total * batch // 2)
+
+    with pytest.raises(DoesNotFit) as refusal:
+        memory_check._check(small, needs_of_batch, (2,), "2 texts", {"--batch": (1,)})
+    lack = refusal.value.shortage
+    assert lack == Shortage("step", "ram", needs.last(machine), needs.last(machine) - 1)
+    assert refusal.value.fact == f"2 texts: {lack.fact}"
+    assert refusal.value.remedy.startswith("lower --batch, or ")
 
 
 class Cards(gpus.CudaCards):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.counted_calls import count_calls
 
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
@@ -12,6 +13,7 @@ from nntask.planning.memory_fit import capture
 from nntask.tiling.model_tiling import Limits, ModelTiling, cut
 from nntask.tiling.tile_table import add_row, read_table, shape_of
 from nntask.training.autotune import _doubled, _halved, _kernel_seconds, measure
+from scheduler.api.recording import Recorder
 
 CONFIG = GPT2Config(vocab_size=300, n_positions=32, n_embd=24, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 ASKED = TrainSettings(model=ModelSettings(model="gpt2"), tiling=TilingSettings(batch=6, minibatch=2), resources=ResourceSettings(ncpu=2))
@@ -42,6 +44,14 @@ def test_a_trial_says_what_it_left_out(layers, left_out):
     seconds, words = measure(resolve(ASKED, config), cut(config, 2, 32, Limits(32, 64, 256)))
     assert 0 < seconds < 60
     assert words == left_out
+
+
+def test_a_trial_of_the_whole_step_captures_it_once():
+    """The check of its memory is what runs; a trial with fewer layers or minibatches is another step."""
+    tiling = cut(CONFIG, 2, 32, Limits(32, 64, 256))
+    for batch, num_captures in ((4, 1), (6, 2)):
+        run = resolve(replace(ASKED, tiling=replace(ASKED.tiling, batch=batch)), CONFIG)
+        assert count_calls(lambda run=run: measure(run, tiling), Recorder.finish) == [num_captures]
 
 
 def test_neighbours_halve_and_double_one_limit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def advance(token: np.ndarray) -> None:
 
 
 CHOOSE, APPLY, ADVANCE = both("choose", choose), both("apply", apply), both("advance", advance)
+COPY = both("copy", lambda token, copy: np.copyto(copy, token))
+DECODE = both("decode", lambda weight, decoded, flags: np.copyto(decoded, weight))
 
 
 class Mixture:
@@ -62,6 +65,7 @@ class Mixture:
 
     def __init__(self, runtime: TaskRuntime) -> None:
         self.runtime = runtime
+        self.flags: Any = None
         self.token = self.handle("token")
         self.out = self.handle("out")
         self.weights = [self.handle(f"weight {expert}") for expert in range(NUM_EXPERTS)]
@@ -129,7 +133,10 @@ def test_only_chosen_experts_run(machine: str, is_recorded: bool, tmp_path: Path
     with Runtime(**options) as runtime:
         result = run(Mixture(runtime), 9, is_recorded=is_recorded)
         runtime.wait()
-        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(step) for step in chosen(9))
+        stats, num_chosen = runtime.stats(), sum(map(len, chosen(9)))
+        assert stats["skipped_tasks"] == 9 * NUM_EXPERTS - num_chosen
+        is_counted = is_recorded and len(stats["budget_bytes"]) > 1
+        assert stats["conditional_hits"] + stats["conditional_misses"] == num_chosen * is_counted
         runtime._executor.validate()
     assert result.tobytes() == expected.tobytes()
 
@@ -143,10 +150,75 @@ def test_data_of_skipped_tasks_stays_on_the_disk(tmp_path: Path) -> None:
         step.replay()
         runtime.wait()
         for experts in chosen(9)[1:]:
-            before = runtime.stats()["moved_bytes"].get("disk->ram", 0)
+            before = runtime.stats()
             step.replay()
             runtime.wait()
-            assert runtime.stats()["moved_bytes"].get("disk->ram", 0) - before <= (len(experts) + 2) * 4096
+            after = runtime.stats()
+            assert after["moved_bytes"].get("disk->ram", 0) - before["moved_bytes"].get("disk->ram", 0) <= (len(experts) + 2) * 4096
+            num_hits, num_misses = (after[name] - before[name] for name in ("conditional_hits", "conditional_misses"))
+            assert num_hits + num_misses == len(experts)
+            assert num_misses >= len(experts) - 6  # the memory has seven tiles, and one is the result
+
+
+def test_experts_of_a_group_are_skipped_by_their_flags() -> None:
+    """A step that fits the memory runs all experts of a result as one task, which computes those that were chosen."""
+    expected = run(Mixture(InlineRuntime()), 9, is_recorded=False)
+    with Runtime(2, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record(groups=True) as step:
+            mixture.step()
+        for _ in range(9):
+            step.replay()
+        assert mixture.result().tobytes() == expected.tobytes()
+        assert len(step.plan.tasks) == 3
+        assert runtime.stats()["skipped_tasks"] == 0
+
+
+def test_flags_of_a_group_decide_about_other_tasks() -> None:
+    """Flags are written by the last of several tasks that run as one, and are read by tasks that run by themselves."""
+    with Runtime(2, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        outputs = [mixture.handle(f"out {expert}") for expert in range(NUM_EXPERTS)]
+        for handle in outputs:
+            runtime.submit(FILL, [(handle, "W")], {"value": 0.0})
+        with runtime.record(groups=True) as step:
+            copy, token = mixture.handle("copy"), mixture.handle("copy of the copy")
+            flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+            runtime.submit(COPY, [(mixture.token, "R"), (copy, "W")])
+            runtime.submit(COPY, [(copy, "R"), (token, "W")])
+            runtime.submit(CHOOSE, [(token, "R"), (flags, "W")], condition=Condition(flags=1))
+            for expert, (weight, out) in enumerate(zip(mixture.weights, outputs, strict=True)):
+                accesses = [(flags, "R"), (weight, "R"), (out, "RW")]
+                runtime.submit(APPLY, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
+            runtime.submit(ADVANCE, [(mixture.token, "RW")])
+            del copy, token, flags
+        assert "choose" not in {task.name for task in step.plan.tasks}
+        for _ in range(9):
+            step.replay()
+        runtime.wait()
+        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(experts) for experts in chosen(9))
+        for expert, handle in enumerate(outputs):
+            with runtime.acquire(handle, "R") as view:
+                assert view[0] == (expert + 1) * (expert + 3) * sum(expert in experts for experts in chosen(9))
+
+
+def test_groups_do_not_wait_for_data_that_may_not_come() -> None:
+    """Of tasks that run as one, none reads data that a conditional task outside writes anew, such as decoded weights: a group always runs."""
+    with Runtime(1, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        total, weight = mixture.handle("total"), mixture.weights[1]
+        with runtime.record(groups=True) as step:
+            flags, decoded = runtime.handle(NUM_EXPERTS, Flags(), name="flags"), runtime.handle(8 * COUNT, WEIGHT, name="decoded")
+            runtime.submit(CHOOSE, [(mixture.token, "R"), (flags, "W")], condition=Condition(flags=1))
+            runtime.submit(DECODE, [(weight, "R"), (decoded, "W"), (flags, "R")], condition=Condition(guard=2, number=1))
+            runtime.submit(APPLY, [(flags, "R"), (decoded, "R"), (mixture.out, "RW")], {"expert": 1}, condition=Condition(guard=0, number=1))
+            runtime.submit(COPY, [(mixture.out, "R"), (total, "W")])
+            runtime.submit(ADVANCE, [(mixture.token, "RW")])
+            del flags, decoded
+        for _ in range(9):
+            step.replay()
+        with runtime.acquire(total, "R") as view:
+            assert view[0] == 2 + 2 * 4 * sum(1 in experts for experts in chosen(9))
 
 
 def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:
@@ -167,9 +239,9 @@ def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:
 @pytest.mark.parametrize(
     ("accesses", "condition", "message"),
     [
-        ([("flags", "W"), ("out", "RW")], Condition(guard=0), "flag is read, must exist with mode R, got W"),
+        ([("flags", "W"), ("out", "RW")], Condition(guard=0), "the flag that it reads, must exist with mode R, got W"),
         ([("flags", "R")], Condition(guard=1), "must exist with mode R, got none"),
-        ([("flags", "R")], Condition(flags=0), "flags are written, must exist with mode W or RW, got R"),
+        ([("flags", "R")], Condition(flags=0), "the flags that it writes, must exist with mode W or RW, got R"),
         ([("flags", "R"), ("out", "REDUX")], Condition(guard=0), "fill the data first, and use RW"),
     ],
 )
@@ -181,3 +253,50 @@ def test_conditions_that_do_not_match_the_accesses_are_refused(accesses: list, c
             runtime.submit(Codelet("any", cpu=lambda *views: None), [(data[name], mode) for name, mode in accesses], condition=condition)
         if isinstance(runtime, Runtime):
             runtime.close()
+
+
+def mixtures() -> Iterator[Mixture]:
+    """A mixture whose flags are written, on both runtimes."""
+    for runtime in (InlineRuntime(), Runtime(1, ram=MIB)):
+        mixture = Mixture(runtime)
+        mixture.flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+        runtime.submit(CHOOSE, [(mixture.token, "R"), (mixture.flags, "W")], condition=Condition(flags=1))
+        yield mixture
+        if isinstance(runtime, Runtime):
+            runtime.close()
+
+
+@pytest.mark.parametrize("number", [-1, NUM_EXPERTS])
+def test_a_number_without_a_flag_is_refused(number: int) -> None:
+    """Before the task is submitted."""
+    for mixture in mixtures():
+        with pytest.raises(ValueError, match=f"a flag of {NUM_EXPERTS}, numbered from 0, got number {number}"):
+            mixture.runtime.submit(
+                APPLY, [(mixture.flags, "R"), (mixture.weights[0], "R"), (mixture.out, "RW")], condition=Condition(guard=0, number=number)
+            )
+
+
+def test_flags_have_one_kind_of_writer() -> None:
+    """Other tasks and the program may not write them, and data that nobody wrote flags to is no guard."""
+    for mixture in mixtures():
+        with pytest.raises(ValueError, match=r"'flags'.* has flags of conditional tasks"):
+            mixture.runtime.submit(FILL, [(mixture.flags, "W")], {"value": 1})
+        with pytest.raises(ValueError, match=r"'flags'.* has flags of conditional tasks"), mixture.runtime.acquire(mixture.flags, "W"):
+            pass
+        other = mixture.runtime.handle(NUM_EXPERTS, Flags(), name="other")
+        with pytest.raises(ValueError, match="no task has written flags"):
+            mixture.runtime.submit(APPLY, [(other, "R"), (mixture.out, "RW")], condition=Condition(guard=0))
+
+
+def test_a_view_that_fails_fails_its_task_alone() -> None:
+    """An error in a program's view is that of the task, and the runtime goes on."""
+
+    def broken(memory: Any, offset: int) -> Any:
+        raise ZeroDivisionError("planted")
+
+    with Runtime(1, ram=MIB) as runtime:
+        mixture = Mixture(runtime)
+        runtime.submit(FILL, [(runtime.handle(8, broken, name="broken"), "W")], {"value": 1.0})
+        with pytest.raises(TaskError, match="planted"):
+            runtime.wait()
+        assert mixture.result()[0] == 2.0

@@ -204,6 +204,11 @@ ERRORS = [
         "the runtime broke in thread 'cpu:0': SystemExit: 1; create a new runtime",
     ),
     (
+        RuntimeBroken("MemoryError: ", subject="the memory of Dask graphs"),
+        {"thread": "", "subject": "the memory of Dask graphs"},
+        "the memory of Dask graphs broke: MemoryError: ; create a new runtime",
+    ),
+    (
         Stalled(3, 1, ["cpu"], "lately:\n  nothing is remembered"),
         {"num_unfinished": 3, "num_ready": 1, "kinds": ("cpu",), "story": "lately:\n  nothing is remembered"},
         "3 tasks remain, 1 of them ready, but nothing runs or moves; workers are of kind cpu\nlately:\n  nothing is remembered",
@@ -229,3 +234,7 @@ def test_each_class_and_cause_of_an_error_is_tested() -> None:
     classes = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, SchedulerError)}
     assert {type(error) for error, _, _ in ERRORS} == classes - {SchedulerError, errors.InvalidEvent}
     assert {error.cause for error, _, _ in ERRORS if isinstance(error, TaskError)} == set(get_args(TaskCause))
+    unread = {type(error): set(vars(error)) - {"fact", "remedy"} for error, _, _ in ERRORS}
+    for error, fields, _ in ERRORS:
+        unread[type(error)] -= fields.keys()
+    assert not {kind: fields for kind, fields in unread.items() if fields}

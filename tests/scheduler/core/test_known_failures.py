@@ -266,8 +266,10 @@ def test_a_task_never_falls_back_to_another_kind_of_worker() -> None:
     assert states(first, second) == ["running", "ready"]
     driver.drain()
     assert [run.task.worker for run in (first, second)] == [1, 1]
-    with pytest.raises(Stalled, match=r"workers are of kind cpu, sim"):
+    with pytest.raises(Stalled, match=r"workers are of kind cpu, sim") as stalled:
         driver.submit((driver.handle(1, "c"), W), kinds=("cuda",))
+    assert (stalled.value.num_unfinished, stalled.value.num_ready, stalled.value.kinds) == (1, 1, ("cpu", "sim"))
+    assert str(stalled.value).endswith(stalled.value.story)
 
 
 def test_what_the_program_writes_is_not_fetched_ahead() -> None:

@@ -28,7 +28,7 @@ from scheduler.core.memory.reservations import Reservations
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import ANY, RW, HandleRecord, R, W
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning.recompute import Values, recomputed
+from scheduler.planning.recompute import Recomputation, Values
 from scheduler.testing import FakeDriver, FakeStep, mix
 from scheduler.testing.sequential import flags_in
 
@@ -102,7 +102,8 @@ def prepare(
             drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves, conditions=drawn.conditions
         )
         if again:
-            plan = recomputed(Values(step.plan), [handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in step.plan.uses])
+            handles = {handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in step.plan.uses}
+            plan = Recomputation(handles=handles).apply(Values(step.plan))
             assert left_by(plan) == left_by(step.plan)
             step = FakeStep(driver, plan)
         return driver, drawn, step

@@ -75,8 +75,10 @@ def test_cards_that_are_not_used_are_not_touched(monkeypatch: pytest.MonkeyPatch
     assert cuda.looked_at == [0]
     monkeypatch.setattr(cuda_cupy, "find_gpus", lambda most: find_gpus(lambda: ["cupy-cuda13x"], lambda: cuda, most))
     assert [card.index for card in choose_gpus(2)] == [0, 1]
-    with pytest.raises(NoGpu, match=r"got 4 and there are 3 \(0: Fake, 1: Fake, 2: Fake\)"):
+    with pytest.raises(NoGpu, match=r"got 4 and there are 3 \(0: Fake, 1: Fake, 2: Fake\)") as refusal:
         choose_gpus(4)
+    assert refusal.value.requested == 4
+    assert str(refusal.value) == f"the requested number {refusal.value.fact}; {refusal.value.remedy}"
 
 
 def test_a_graph_that_nobody_has_is_given_back() -> None:

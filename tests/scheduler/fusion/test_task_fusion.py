@@ -23,7 +23,7 @@ from scheduler.core.step_plan import StepPlan
 from scheduler.drivers import cuda
 from scheduler.drivers.gpu import NUM_STARTED, Flow
 from scheduler.execution.trace import Trace
-from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, by_size, packed
+from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Launch, Member, ScratchView, by_size, packed
 from scheduler.fusion.task_fusion import fuse, fuse_if_it_fits
 from scheduler.planning.device_share import largest_device_bytes
 from scheduler.planning.evaluation import PlannedOrder
@@ -543,7 +543,7 @@ def test_workers_of_several_gpus_share_fused_kernels() -> None:
     started: list[list[int]] = [[] for _ in range(num_threads)]
     here = threading.local()
     codelet = Codelet("note", cuda=lambda place: here.started.append(place.address))
-    fused = FusedKernels([[Member(codelet, (0,), {})]], [])
+    fused = FusedKernels([Launch([Member(codelet, (0,), {})], None)], [])
 
     def work(number: int) -> None:
         here.started, cuda._here.flow = started[number], Flow(gpu)
@@ -600,7 +600,7 @@ def test_graphs_of_few_sets_of_addresses_are_kept() -> None:
     flow = Flow(gpu)
     gpu.enter(flow.stream)
     cuda._here.flow = flow
-    fused = FusedKernels([[Member(Codelet("note", cuda=lambda place: gpu.later(lambda: started.append(place.address))), (0,), {})]], [])
+    fused = FusedKernels([Launch([Member(Codelet("note", cuda=lambda place: gpu.later(lambda: started.append(place.address))), (0,), {})], None)], [])
     for number in (*range(MOST_GRAPHS + 1), *range(MOST_GRAPHS + 1)):
         flow.begin()
         fused(DeviceMemory(number))

@@ -12,7 +12,7 @@ from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import DataClass, HandleRecord
 from scheduler.core.step_plan import StepPlan
 from scheduler.fusion import task_groups
-from scheduler.fusion.fused_tasks import ScratchView, join
+from scheduler.fusion.fused_tasks import PlannedLaunch, ScratchView, join
 from scheduler.fusion.task_groups import grouped
 
 PAGE = 8 * COUNT
@@ -140,7 +140,7 @@ def test_tasks_that_make_again_in_part_count_with_their_share() -> None:
         raise AssertionError("nothing lies inside")
 
     for others, count, share in ((set[int](), 2, 0.3), ({2}, 3, 1.9 / 3)):
-        fused = join(plan, [[0], [1], [2]], set(), no_scratch, {}, clones=others)
+        fused = join(plan, [PlannedLaunch([number]) for number in range(3)], set(), no_scratch, {}, clones=others)
         assert (fused.num_clones, fused.clone_share) == (count, pytest.approx(share))
 
 

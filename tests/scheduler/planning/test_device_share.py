@@ -12,7 +12,7 @@ from support.toy_steps import PAGE, toy_step, wide_step
 
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
-from scheduler.planning.device_share import devices_of_tasks, order_of_all, share_of
+from scheduler.planning.device_share import order_of_all
 from scheduler.planning.evaluation import PlanCandidate, evaluate
 from scheduler.planning.forecast import Pace, Spill
 from scheduler.planning.ordered_step import SUBMISSION, OrderedStep
@@ -34,7 +34,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
 
     def watch(step: OrderedStep, *args: Any, **more: Any) -> list[PlanCandidate]:
-        seen.append(step.machine.is_share)
+        seen.append(step.is_share)
         return evaluate(step, *args, **more)
 
     for module in ("choice", "search"):
@@ -53,13 +53,12 @@ def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> Non
     """In every order that both have: a device's own minibatches, and its part of the rest."""
     plan, num_devices = wide_step(minibatches=minibatches), 2
     repeated = structure_of(plan)
-    share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
+    given = short(plan, num_devices, 1 / 3)
+    one = OrderedStep(plan, PlanningMachine(**given)).share()
     num_updates = sum(repeated.updates)
     assert num_updates > 0
-    assert 2 * (len(share.tasks) - num_updates) == len(plan.tasks) - num_updates
-    given = short(plan, num_devices, 1 / 3)
+    assert 2 * (len(one.plan.tasks) - num_updates) == len(plan.tasks) - num_updates
     whole = choose_plan(plan, AUTO, NONE, PlanningMachine(**given)).forecasts
-    one = OrderedStep(share, PlanningMachine(**given, is_share=True))
     part = {each.order: each.forecast for each in evaluate(one, AUTO)} | {SUBMISSION: one.forecast(SUBMISSION)}
     assert {order_of_all(name, num_devices) for name in part} >= set(whole)
     for name, found in part.items():
@@ -143,13 +142,12 @@ def test_pinned_tasks_need_memory_as_well() -> None:
 def test_a_share_alone_takes_as_long_as_the_step_on_all_devices() -> None:
     """Where nothing waits for copies: a device executes its part of the updates, of which the share has all."""
     plan, num_devices = wide_step(minibatches=8), 4
-    repeated = structure_of(plan)
 
     def slow_updates(each: StepPlan) -> Pace:
         return replace(pace(each), seconds={task: 5e-3 if task.name == "update" else 1e-3 for task in each.tasks})
 
-    share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
     roomy = PlanningMachine(1 << 40, 1 << 40, False, num_devices, slow_updates)
-    of_one = OrderedStep(share, replace(roomy, is_share=True)).task_seconds
-    assert of_one == pytest.approx(OrderedStep(plan, roomy).task_seconds, rel=0.1)
+    step = OrderedStep(plan, roomy)
+    of_one = step.share().task_seconds
+    assert of_one == pytest.approx(step.task_seconds, rel=0.1)
     assert of_one == pytest.approx(sum(slow_updates(plan).seconds.values()), rel=0.1)

@@ -16,7 +16,7 @@ from scheduler.planning import AUTO, BLOCK, NONE, PlanningMachine, as_asked, cho
 from scheduler.planning.choice import NEAR, ORDERS, OTHERS
 from scheduler.planning.evaluation import MARGIN
 from scheduler.planning.forecast import Pace
-from scheduler.planning.recompute import Values, recomputed
+from scheduler.planning.recompute import Recomputation, Values
 from scheduler.planning.value_groups import all_groups, groups_of
 
 
@@ -32,7 +32,7 @@ def tasks_of(plan: StepPlan) -> list[str]:
 def again(builder: PlanBuilder, *handles: HandleRecord) -> StepPlan:
     """The step that makes these again."""
     plan = builder.plan()
-    return recomputed(Values(plan), handles)
+    return Recomputation(handles=set(handles)).apply(Values(plan))
 
 
 def far(builder: PlanBuilder, x: HandleRecord, count: int = 3) -> HandleRecord:

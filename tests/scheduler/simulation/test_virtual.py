@@ -88,6 +88,18 @@ def test_budgets_bind(kit) -> None:  # type: ignore[no-untyped-def]
             simulate(plan, nodes=[("ram", peak - PAGE)], **machine)
 
 
+def test_data_that_does_not_fit_before_the_step(kit) -> None:  # type: ignore[no-untyped-def]
+    """It is named with the sizes, as data of a task that brings it."""
+    runtime = CapturingRuntime()
+    one, two = (kit.filled(runtime, 1, name, 2 * PAGE // 8, kind="persistent") for name in ("one", "two"))
+    with runtime.record():
+        runtime.submit(kit.add, [(one, "RW"), (two, "R")])
+    with pytest.raises(DoesNotFit, match=r"^load needs 8,192 B at once on node ram \(W one 8,192 B\), but of its budget of 12,288 B") as refusal:
+        simulate(runtime.plan, workers=[("cpu", 0, 1)], nodes=[("ram", 3 * PAGE)], policy="prio", duration=one_second)
+    lack = refusal.value.shortage
+    assert (lack.cause, lack.node, lack.needed, lack.budget, lack.taken) == ("taken", "ram", 2 * PAGE, 3 * PAGE, 2 * PAGE)
+
+
 def test_the_real_runtime_runs_within_the_simulated_peak(kit) -> None:  # type: ignore[no-untyped-def]
     """One worker, prio: the real peak is the simulated one."""
     with Runtime(1, ram=MIB) as runtime:

@@ -63,15 +63,15 @@ def test_the_table_has_a_line_per_codelet(more: list[str], capsys: pytest.Captur
 def test_moved_bytes_count_each_direction_once() -> None:
     """A tile that is read and written counts twice, scratch not at all, a table by the rows that tokens can name."""
     tasks = {task.codelet.name: task for task in reversed(_tasks())}
-    sizes = [handle.nbytes for handle, _ in tasks["adam"].accesses]
+    sizes = [handle.spec.nbytes for handle, _ in tasks["adam"].accesses]
     assert moved_bytes(tasks["adam"]) == 2 * (sizes[0] + sizes[2] + sizes[3]) + sizes[1] + sizes[4]
     attention = tasks["attention"].accesses
     assert attention[-1][1] == "SCRATCH"
-    assert moved_bytes(tasks["attention"]) == sum(handle.nbytes for handle, _ in attention[:-1])
+    assert moved_bytes(tasks["attention"]) == sum(handle.spec.nbytes for handle, _ in attention[:-1])
     tokens, table, x = (handle for handle, _ in tasks["embedding"].accesses)
-    rows = tokens.nbytes // 4 * table.view.shape[1] * 4
-    assert rows < table.nbytes
-    assert moved_bytes(tasks["embedding"]) == tokens.nbytes + rows + x.nbytes
+    rows = tokens.spec.nbytes // 4 * table.spec.view.shape[1] * 4
+    assert rows < table.spec.nbytes
+    assert moved_bytes(tasks["embedding"]) == tokens.spec.nbytes + rows + x.spec.nbytes
 
 
 def test_kinds_differ_in_shape_mode_or_work() -> None:

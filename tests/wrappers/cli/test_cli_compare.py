@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.counted_calls import count_calls
 from support.model_directories import write_model
 
 from nntask.checkpoints.store import find_checkpoint
@@ -17,6 +18,7 @@ from nntask.models.registry import build
 from nntask.tiling.model_tiling import ModelTiling
 from nntask.training import compare as comparing
 from scheduler import InlineRuntime
+from scheduler.api.recording import Recorder
 from tiles.kernels import catalog
 from wrappers.cli import main
 
@@ -161,6 +163,11 @@ def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str], argv: list[str
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_both_sides_run_one_captured_step() -> None:
+    """Which is captured once, and planned for both."""
+    assert count_calls(lambda: main(["compare", "small.json"]), Recorder.finish) == [1]
 
 
 def test_a_kernel_that_raises_on_one_side_ends_both() -> None:

@@ -287,7 +287,7 @@ def test_errors_name_what_was_set():
         ('objective = "causal:0.3"', [], "SHARE in objective in {} is for masked and seq2seq"),
         ("seq-len = 17", ["--dtype=zz"], "--dtype must be one of"),
         ('ram = "12XB"', [], "ram in {} must be a size"),
-        ("momentum = 0.5", [], "momentum = 0.5 in {} belongs to sgd, not adamw;"),
+        ("momentum = 0.5", [], "momentum = 0.5 in {} belongs to sgd and muon, not adamw;"),
     ],
 )
 def test_an_error_names_the_key_of_the_file(file, argv, words, tmp_path, monkeypatch):

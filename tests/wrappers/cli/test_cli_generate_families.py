@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,13 @@ def test_a_model_of_images_is_not_asked_for_a_tokenizer(tmp_path: Path, monkeypa
     for model in ("run", "out"):
         code, err = refuse(capsys, ["generate", model, "--prompt=ab", "--ncpu=1"])
         assert (code, "a mlp_mixer that predicts a class cannot generate text" in err) == (2, True), err
+
+
+def test_hit_rates_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line at the end if weights can be elsewhere than in memory, and none for other models."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("olmoe", "llama"):
+        written(tmp_path / name, name, BERT)
+        assert main(["generate", name, "--prompt=an", "--max-new-tokens=5", "--ncpu=1", "--ram=64MiB", "--disk=tier:64MiB"]) == 0
+        shown = capsys.readouterr().err
+        assert (re.search(r"^experts: \d+\.\d% of the chosen ones were in memory$", shown, re.MULTILINE) is not None) == (name == "olmoe")

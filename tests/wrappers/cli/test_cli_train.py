@@ -103,6 +103,8 @@ def test_config_toml_repeats_the_run(here, capsys):
     [
         pytest.param("--dtype=fp64 --optimizer=sgd:0.9", marks=pytest.mark.long),
         "--dtype=bf16 --optimizer=adam",
+        "--optimizer=muon:0.9 --grad-clip=0.5",
+        "--optimizer=adamw8bit",
         "--attention=stored --recompute=block --grad-clip=0.5",
         "--lanes=4",
     ],

@@ -37,6 +37,7 @@ from nntask.engine.interface import NodesChanged
 from nntask.errors import ClusterError, DataError, UsageError
 from nntask.hardware import gpus
 from nntask.hardware.gpus import CudaCards
+from nntask.planning import capture
 from nntask.training.continuation import _besides
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import CupyNccl
@@ -513,7 +514,7 @@ def used(dask_worker: Any) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's allocator")
 def test_nodes_give_back_what_opening_and_checkpoints_have_freed(late: Late, connection: Connection) -> None:
     """When they have opened, with the first step after tensors were read, and when they close."""
-    _, open_nodes, (worker,) = late(1)
+    _, open_nodes, (worker,) = late(1, "--ngpu=0")
 
     def run(function: Callable[..., int]) -> int:
         found: int = connection.client.run(function, workers=[worker])[worker]
@@ -575,7 +576,7 @@ def late(here: Path, connection: Connection) -> Iterator[Late]:
         asked = request([*TRAIN[1:], own, "--steps=2", "--run-dir=run", f"--dask={connection.address}", *flags], os.environ)
         run = resolve(asked.settings, asked.config)
         dataset = open_dataset(run.data)
-        return found, lambda: found.open(run, dataset, print), addresses[:number]
+        return found, lambda: found.open(run, capture(run, 1), dataset, print), addresses[:number]
 
     yield make
     connection.client.run(prepare_worker, str(ROOT), gpus.cards, exchange.CONNECT_SECONDS)
@@ -583,7 +584,7 @@ def late(here: Path, connection: Connection) -> Iterator[Late]:
 
 def test_a_late_worker_that_cannot_take_part_is_left_out(late: Late, tmp_path: Path, connection: Connection) -> None:
     """One without the data: the run goes on with the others, one that has come with it among them, and the one is not asked again."""
-    found, open_nodes, (old, bad, good) = late(3)
+    found, open_nodes, (old, bad, good) = late(3, "--ngpu=0")
     connection.client.run(os.chdir, str(tmp_path.parent), workers=[bad])
     with pytest.raises(NodesChanged, match=rf"worker {bad} cannot take part \(") as change, open_nodes():
         pass
@@ -596,7 +597,7 @@ def test_a_late_worker_that_cannot_take_part_is_left_out(late: Late, tmp_path: P
 
 def test_an_error_of_an_old_node_is_not_blamed_on_late_ones(late: Late, tmp_path: Path, connection: Connection) -> None:
     """Its data is gone, which would be so without them: it is raised, and nobody is refused."""
-    found, open_nodes, (old, *_) = late(3)
+    found, open_nodes, (old, *_) = late(3, "--ngpu=0")
     connection.client.run(os.chdir, str(tmp_path.parent), workers=[old])
     with pytest.raises(DataError), open_nodes():
         pass

@@ -16,22 +16,27 @@ from weakref import ref
 import numpy as np
 import pytest
 from distributed.comm import connect
+from support.counted_calls import count_calls
 from support.dask_nodes import BATCH, LENGTH, nodes, run_of, train
 from support.deadline import DEADLINE
+from support.plans import shape_of
 
 from nntask.config.run_config import RunConfig
 from nntask.data import Batch
 from nntask.engine.models import build_model
-from nntask.engine.recorded import RecordedEngine, build_optimizer, emit_training_step
+from nntask.engine.recorded import RecordedEngine, build_optimizer, emit_training_step, whole_parameters
 from nntask.errors import UsageError
+from nntask.optim import adamw8bit
 from nntask.optim.sharded import DataShard, Exchange, buckets_of, data_shards, most_nodes
 from scheduler import CapturingRuntime, Codelet, InlineRuntime, Runtime
+from scheduler.api.recording import Recorder
 from scheduler.drivers.disk import staging_nbytes
 from scheduler.planning import AUTO
 from tiles import TileTensor
 from wrappers.dask.training import exchange
 from wrappers.dask.training.exchange import PeerComms
 from wrappers.dask.training.failures import forget_frames, portable
+from wrappers.dask.training.node_memory import planned_share
 from wrappers.dask.training.peers import WINDOW, Peer, PeerLost
 from wrappers.dask.training.transports import ByteTransport
 
@@ -50,6 +55,21 @@ def test_any_number_of_nodes_gives_the_bits_of_one(how: dict[str, object], count
         together = train(count, run)
         assert together.outcomes == alone.outcomes
         assert together.weights == alone.weights
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "count"), [("muon", 2), ("adamw8bit", 2), *(pytest.param(o, 3, marks=pytest.mark.long) for o in ("muon", "adamw8bit"))]
+)
+def test_other_optimizers_give_the_bits_of_one_node(optimizer: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon, whose matrices have one owner each, and moments in 8 bits; clipped, with room and in a quarter of the memory."""
+    monkeypatch.setattr(adamw8bit, "LEAST", 256)
+    run = run_of(4, clip=0.5, optimizer=optimizer)
+    alone, together = train(1, run), train(count, run)
+    quarter = max(order.plan.needed_bytes() for order in together.plans) // 4 + staging_nbytes(0, has_tier=True)
+    short = train(count, run, ram=quarter, disk=tmp_path)
+    assert [together.outcomes, short.outcomes] == [alone.outcomes] * 2
+    assert [together.weights, short.weights] == [alone.weights] * 2
+    assert sum(together.state_bytes) <= 1.01 * alone.state_bytes[0]
 
 
 SEVERAL = [(), ("submission",), ("layers", "submission", "eager-update")]
@@ -93,7 +113,7 @@ def exchanges_of(run: RunConfig, shard: DataShard) -> list[tuple[int, int, str]]
     """The exchanges of a node as (from, to, key), in the order in which it emits them."""
     runtime = CapturingRuntime(run.step.lanes)
     model = build_model(run.model, runtime)
-    exchange = Exchange([p for p in model.parameters() if p.trainable], shard, Nowhere())
+    exchange = Exchange([p for p in model.parameters() if p.trainable], shard, Nowhere(), whole_parameters(model, run.optimizer))
     optimizer = build_optimizer(model, run.optimizer, exchange.tiles_of)
     inputs = [model.inputs(run.step.minibatch, LENGTH) for _ in shard.minibatches]
     with runtime.record():
@@ -103,7 +123,7 @@ def exchanges_of(run: RunConfig, shard: DataShard) -> list[tuple[int, int, str]]
     return [(shard.rank, peer, key) if name == "send" else (peer, shard.rank, key) for name, peer, key in peers]
 
 
-@pytest.mark.parametrize("how", [{}, {"clip": 0.5}])
+@pytest.mark.parametrize("how", [{}, {"clip": 0.5}, {"optimizer": "muon"}])
 def test_exchanges_have_one_sequence_on_all_nodes(how: dict[str, object]) -> None:
     """If nodes carry out their exchanges strictly one after another, each begins when both nodes have reached it, and all of them end."""
     run = run_of(5, **how)  # type: ignore[arg-type]
@@ -135,6 +155,21 @@ def test_each_node_sends_what_theory_says_and_keeps_its_own_state() -> None:
         theory = (count - 1) / count * 2 * model_bytes * steps
         assert sum(found.sent) / count == pytest.approx(theory, rel=0.1)
         assert max(found.state_bytes) < 0.75 * alone.state_bytes[0]
+
+
+def test_a_node_runs_the_share_that_its_check_has_captured() -> None:
+    """Task by task what it would record by itself; neither captured nor planned again."""
+    run = run_of(4)
+    with nodes(2) as comms:
+        for shard, own in zip(data_shards(8, 4, 2), comms, strict=True):
+            with Runtime(1, lanes=4, ram=1 << 26) as runtime:
+                planned = planned_share(run, shard, own, "tcp://a:1")
+                engine = RecordedEngine(run, runtime, shard=shard, transport=own, planned=planned)
+                assert count_calls(lambda engine=engine: engine.step, Recorder.finish) == [0]
+                assert engine.order is planned.order
+                recorded = RecordedEngine(run, runtime, shard=shard, transport=own).step.plan
+                assert recorded is not None
+                assert shape_of(recorded) == shape_of(planned.order.plan)
 
 
 def test_a_lost_peer_fails_what_waits_for_it() -> None:
@@ -382,6 +417,16 @@ def test_buckets_spread_bytes_evenly() -> None:
         assert sorted(tile for bucket in buckets for tile in bucket.tiles) == [(which, number) for which in range(6) for number in range(16)]
         loads = [sum(bucket.nbytes for bucket in buckets if bucket.owner == rank) for rank in range(count)]
         assert max(loads) <= 1.2 * sum(loads) / count
+
+
+def test_buckets_keep_a_matrix_together() -> None:
+    """Muon's matrices, and parts of one matrix, have one owner and one bucket each; the tiles of others are spread."""
+    tensors = [TileTensor(InlineRuntime(), (256, 256), (64, 64), np.float32, name=str(number)) for number in range(4)]
+    for count in (1, 2, 3):
+        buckets = buckets_of(tensors, count, {"0": "a", "1": "a", "3": "3"})
+        assert sorted(tile for bucket in buckets for tile in bucket.tiles) == [(which, number) for which in range(4) for number in range(16)]
+        for matrix in ({0, 1}, {3}):
+            assert sum(any(which in matrix for which, _ in bucket.tiles) for bucket in buckets) == 1
 
 
 def test_neighbouring_buckets_have_different_owners() -> None:

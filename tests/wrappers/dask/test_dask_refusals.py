@@ -12,6 +12,7 @@ from tblib import pickling_support
 from nntask.config.resolution import resolve
 from nntask.config.settings import ModelSettings, ResourceSettings, TilingSettings, TrainSettings
 from nntask.errors import DoesNotFit
+from nntask.hardware.machine_model import this_machine
 from nntask.hardware.machine_request import Budget
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import memory_fit
@@ -53,7 +54,7 @@ def test_a_node_with_too_little_memory() -> None:
     plan = memory_fit.capture(asked).plan
     run = asked.on(replace(asked.machine, ram=Budget(100_000, is_given=True, text="100000B")))
     with pytest.raises(DoesNotFit) as refusal:
-        check_memory(plan, run, "tcp://a:1")
+        check_memory(plan, run, "tcp://a:1", 0)
     lack = refusal.value.shortage
     assert lack is not None
     assert (lack.cause, lack.node, lack.budget) == ("step", "ram", 100_000)
@@ -66,3 +67,14 @@ def test_a_node_with_too_little_memory() -> None:
         "on worker tcp://a:1 the budget of RAM must hold 200,000 B for buckets in transit between nodes in addition to the step, got 100,000 B; "
         "raise --ram, or use fewer nodes"
     )
+
+
+def test_readers_of_files_count_on_a_node() -> None:
+    """With the least memory of the step, a node has none for the buffers in which it reads weights."""
+    asked = resolve(SETTINGS, CONFIG)
+    plan = memory_fit.capture(asked).plan
+    least = memory_fit.needs_of(plan).minimum(this_machine(asked.machine))["ram"]
+    run = asked.on(replace(asked.machine, ram=Budget(least, is_given=True, text=f"{least}B")))
+    check_memory(plan, run, "tcp://a:1", 0)
+    with pytest.raises(DoesNotFit):
+        check_memory(plan, run, "tcp://a:1", 1 << 20)

@@ -1,14 +1,17 @@
-"""Rates that a node publishes: of two steps in flight, the end of the first is noted before that of the second."""
+"""A node by itself: the rates that it publishes of two steps in flight, and its end with its process."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.deadline import DEADLINE
 
 from wrappers.dask.training.node import TrainingNode
 
@@ -44,7 +47,18 @@ def test_rates_are_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         asyncio.run(finish_both())
     finally:
-        node._starts.shutdown()
-        node._results.shutdown()
+        node._close()
     assert len(rates) == 2
     assert min(rates) > 0
+
+
+def test_a_process_ends_although_a_node_is_open() -> None:
+    """Python deletes the node while it ends the process, when no thread starts any more that could close the node."""
+    program = """
+import distributed
+from types import SimpleNamespace
+distributed.get_worker = lambda: SimpleNamespace(address="tcp://a:1")
+from wrappers.dask.training.node import TrainingNode
+node = TrainingNode("job", 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import psutil
 import pytest
 from support.commands import refuse
 from support.deadline import DEADLINE
-from support.served import Alone, Served, served, write_served_model
+from support.quantised_directories import write_plain
+from support.served import CONFIG, Alone, Served, served, write_served_model
+from support.transformers_oracle import CONFIGS
 
 from wrappers.cli import main
 
@@ -147,6 +151,17 @@ def test_a_cache_beyond_memory(model: Path, alone: Alone, tmp_path: Path) -> Non
         assert server.metric("nntask_serve_evictions_total") > 0
         assert server.metric('nntask_serve_peak_bytes{memory="ram"}') <= 300 << 10
         assert server.end()[0] == 0
+
+
+def test_hit_rates_of_experts(tmp_path: Path) -> None:
+    """The metrics have the chosen weights of a mixture, and how many of them were in memory."""
+    path = write_served_model(tmp_path / "small")
+    plain = write_plain(tmp_path / "plain", replace(CONFIGS["olmoe"], vocab_size=CONFIG.vocab_size, max_position_embeddings=64))
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(plain / name, path / name)
+    with served(path, "--ram", "64MiB", "--disk", f"{tmp_path / 'disk'}:64MiB") as server, server.client() as client:
+        assert client.completions.create(model="small", prompt="a", max_tokens=9).choices[0].text
+        assert 0 < server.metric("nntask_serve_experts_in_memory_total") < server.metric("nntask_serve_experts_chosen_total")
 
 
 @pytest.mark.parametrize("has_disk", [False, True])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import refuse
+from support.counted_calls import count_calls
 from support.language_directories import write_language_model
 from support.model_directories import losses
 
@@ -22,7 +23,9 @@ from nntask import UsageError  # noqa: E402
 from nntask.data import BatchStream, DataSpec, open_dataset  # noqa: E402
 from nntask.data.sampler import Windows  # noqa: E402
 from nntask.optim.lr_schedule import make_schedule  # noqa: E402
+from scheduler.api.recording import Recorder  # noqa: E402
 from wrappers.cli import main  # noqa: E402
+from wrappers.torch.capture.capture import capture  # noqa: E402
 from wrappers.torch.trainer.collation import Collator, load_tokenizer  # noqa: E402
 from wrappers.torch.trainer.language import language_config  # noqa: E402
 
@@ -111,6 +114,13 @@ def test_losses_are_those_of_transformers_with_any_memory(here: Path, family: st
     assert train(family, "c", "--sim-gpu=2", "--gpu-memory=8MB") == found
     code, err = refuse(capsys, ["train", f"--init-from={family}", *FLAGS, f"--ram={least - 1000}", "--disk=scratch"])
     assert (code, "--ram" in err, "ram=" in err.replace("--ram=", "")) == (3, True, False), err
+
+
+@pytest.mark.parametrize("more", [[], ["--dropout=0.1"], ["--ram=4MiB", "--disk=scratch", "--ncpu=1"]], ids=["", "dropout", "short memory"])
+def test_a_step_is_captured_and_recorded_once(here: Path, more: list[str]) -> None:
+    """By the check before memory is taken; the session runs that step on its own tensors, in a resumed run as well."""
+    assert count_calls(lambda: train("electra", "a", *more), capture, Recorder.finish) == [1, 1]
+    assert count_calls(lambda: main(["train", "--resume=a", "--steps=5"]), capture, Recorder.finish) == [1, 1]
 
 
 @pytest.mark.parametrize("family", MOSTLY)
@@ -296,12 +306,12 @@ def test_a_pickle_is_converted_by_the_command_that_is_printed(here: Path, capsys
 
 def test_weights_that_a_family_stores_otherwise(folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts that files have one by one and the module as one tensor are refused with the command that writes them anew, which is then read."""
-    write_language_model(folder / "mixtral", "mixtral")
+    write_language_model(folder / "flex_olmo", "flex_olmo")
     capsys.readouterr()
-    code, err = refuse(capsys, ["plan", "--init-from=mixtral", *FLAGS])
+    code, err = refuse(capsys, ["plan", "--init-from=flex_olmo", *FLAGS])
     assert (code, "in another layout than the module has" in err, "save_original_format=False" in err) == (4, True, True), err
-    hf.AutoModelForCausalLM.from_pretrained("mixtral").save_pretrained("mixtral", save_original_format=False)
-    assert main(["plan", "--init-from=mixtral", *FLAGS]) == 0
+    hf.AutoModelForCausalLM.from_pretrained("flex_olmo").save_pretrained("flex_olmo", save_original_format=False)
+    assert main(["plan", "--init-from=flex_olmo", *FLAGS]) == 0
     write_language_model(folder / "marian", "marian")
     capsys.readouterr()
     code, err = refuse(capsys, ["plan", "--init-from=marian", *FLAGS])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.deadline import DEADLINE
 from support.torch_families import LENGTH, VOCAB, make
 
 hf = pytest.importorskip("transformers")
@@ -372,3 +375,18 @@ def test_options_that_a_schedule_changes_and_a_second_training(tmp_path: Path) -
     assert trainers[1].optimizer.state_dict()["state"] == {}
     for name, value in trainers[0].model.state_dict().items():
         assert torch.allclose(trainers[1].model.state_dict()[name], value, atol=1e-4), name
+
+
+def test_a_trainer_that_is_dropped_ends_its_session(tmp_path: Path) -> None:
+    """With a warning; its workers end, and PyTorch's threads are those of the program again."""
+    before, num_threads = set(threading.enumerate()), torch.get_num_threads()
+    trainer = Trainer(make("gpt2", 0)[0], arguments(tmp_path, max_steps=1), train_dataset=Texts(4), ram="64MB", workers=1)
+    trainer.train()
+    assert set(threading.enumerate()) > before
+    del trainer
+    with pytest.warns(ResourceWarning, match=r"dropped without close\(\)"):
+        gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE)
+    assert set(threading.enumerate()) <= before
+    assert torch.get_num_threads() == num_threads

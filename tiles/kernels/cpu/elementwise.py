@@ -204,3 +204,21 @@ def rotary_angles_at(frequencies: Array, positions: Array, cos: Array, sin: Arra
             np.multiply(positions[b, rows, None].astype(cos.dtype), frequencies, out=sin[b, rows])
             np.cos(sin[b, rows], out=cos[b, rows])
             np.sin(sin[b, rows], out=sin[b, rows])
+
+
+@register("row_gate", "cpu")
+def row_gate(gate: Array, x: Array, y: Array) -> None:
+    """y = sigmoid(gate) * x, one gate for each row  # (.., 1), (.., c) -> (.., c)."""
+    from .numba import routing_loops
+
+    routing_loops.row_gate(gate.reshape(-1), x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1]))
+
+
+@register("row_gate_backward", "cpu")
+def row_gate_backward(gate: Array, x: Array, dy: Array, dx: Array, dgate: Array, *, first: bool) -> None:
+    """Gradients of `row_gate`; that of the gate is a sum over tiles of the row, of which this is the first or not."""
+    from .numba import routing_loops
+
+    width = x.shape[-1]
+    x, dy, dx = x.reshape(-1, width), dy.reshape(-1, width), dx.reshape(-1, width)
+    routing_loops.row_gate_backward(gate.reshape(-1), x, dy, dx, dgate.reshape(-1), first)

@@ -64,6 +64,18 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
     gemm(rows(a), rows(b), rows(out), trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
 
 
+def _gram_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return 2 M M N of x @ x^T, x (M, N), or the same of x^T."""
+    (inner, outer) = views[0].shape[::-1] if constants["trans"] else views[0].shape
+    return float(2.0 * inner * inner * outer)
+
+
+@register("gram", "cpu", flops=_gram_flops, is_bounded=True)
+def gram(x: Array, out: Array, *, trans: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
+    gemm(x, x, out, trans_a=trans, trans_b=not trans, alpha=alpha, beta=float(accumulate))
+
+
 @register("batched_matmul", "cpu", flops=_flops, is_bounded=True)
 def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) for each index of the leading axes, which all three share."""

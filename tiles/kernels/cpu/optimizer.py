@@ -183,8 +183,10 @@ def sum_squares(x: Array, out: Array) -> None:
 
 def load_update_loops() -> None:
     """Load the compiled loops of fp32 updates by running each on one element; loading briefly needs 50 MB for the compiler's code."""
+    from .moments import adam8bit
     from .numba import loops
 
-    one = np.zeros(1, np.float32)
+    one, code = np.zeros(1, np.float32), np.zeros(1, np.uint8)
     loops.sum_squares(one)
     loops.adam(one, one.copy(), one.copy(), one.copy(), *(np.float32(1),) * 10)
+    adam8bit(one, one, code, one.copy(), code.copy(), one.copy(), np.ones((1, 8)), row=0, max_norm=0.0, clip=False, master=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate as accumulated
 from itertools import product as grid_of
 from typing import Any, Final
@@ -12,7 +12,7 @@ import numpy as np
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
 from .launch import PARTIALS_NBYTES, THREADS, KernelSource, blocks_for, device
-from .many import SUMS_NBYTES, Task, by_type, filled, groups_of, pieces_of, table
+from .many import SUMS_NBYTES, Row, Task, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
@@ -52,6 +52,9 @@ def copy(x: DeviceArray, out: DeviceArray) -> None:
 @register("fill", "cuda")
 def fill(out: DeviceArray, *, value: float) -> None:
     """out = value everywhere."""
+    if out.dtype == np.uint8:
+        _source.each("fill_bytes", np.dtype(np.float32), out.size, out, np.int32(value))
+        return
     _source.each("fill", out.dtype, out.size, out, np.float32(value), is_wide=True)
 
 
@@ -182,9 +185,26 @@ def _column_sums(tiles: Sequence[tuple[DeviceArray, DeviceArray]], flags: Sequen
     blocks = [count * number for count, (number, _) in zip(pieces, groups, strict=True)]
     element = tiles[0][0].dtype
     _source.start("column_sums", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * 4 * THREADS)
-    if max(pieces) > 1:
-        blocks = [-(-width // 32) if count > 1 else 0 for width, count in zip(widths, pieces, strict=True)]
+    _add_pieces(element, rows, numbers)
+
+
+def _add_pieces(element: np.dtype[Any], rows: Sequence[Row], numbers: Mapping[str, Sequence[int]]) -> None:
+    """total (+)= the sums of all pieces of rows, for each row (x, total, partial) of a table whose `x` has several pieces."""
+    blocks = [-(-width // 32) if count > 1 else 0 for width, count in zip(numbers["widths"], numbers["pieces"], strict=True)]
+    if any(blocks):
         _source.start("column_sums_of_pieces", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * THREADS)
+
+
+def activation_sums(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, total: DeviceArray, *, kind: str, accumulate: bool) -> None:
+    """dx = dy * activation'(x), as by `activation_backward`; total (+)= sums of its rows, as by `column_sums`."""
+    width = x.shape[-1]
+    num_rows = x.size // width
+    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, x, dy, dx)
+    partial = device().partials.at(_FLOAT, pieces, width)
+    sizes = (np.int32(num_rows), np.int32(width), np.int32(accumulate), np.int32(is_wide))
+    grid = (groups, pieces, 1)
+    _source.start("activation_sums", x.dtype, x, dy, dx, partial, total, _number(kind), *sizes, grid=grid, shared=4 * 4 * THREADS)
+    _add_pieces(x.dtype, [(dx, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
 
 
 @register("select_rows", "cuda")
@@ -204,6 +224,12 @@ def gather_rows(source: DeviceArray, rows: DeviceArray, out: DeviceArray, *, sta
 def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) over rows."""
     device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+
+
+@register("gram", "cuda")
+def gram(x: DeviceArray, out: DeviceArray, *, trans: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
+    device().gemm(x, x, out, trans_a=trans, trans_b=not trans, alpha=alpha, accumulate=accumulate)
 
 
 @register("batched_matmul", "cuda")

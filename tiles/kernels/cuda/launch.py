@@ -21,14 +21,19 @@ from .array import DeviceArray
 from .library_attention import WholeShape
 
 SOURCES: Final = Path(__file__).parent / "source"
-NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "flash_dropout", "flash_options", "pages")
+NAMES: Final = (
+    "elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "flash_dropout", "flash_options", "pages", "experts",
+)  # fmt: skip
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
+_ROW_THREADS: Final = 132 * 1024
+"""Number of threads for all rows of an array beyond which a row has a warp: half of those that an H100 can hold."""
 MOST_BLOCKS: Final = 65536
 MOST_BLOCKS_ASIDE: Final = 65535
 """Largest number of blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
-PARTIALS_NBYTES: Final = 8 << 20
-"""Memory of a device for the partial sums of one kernel at a time: at least a number of 8 bytes for each of 1024 blocks of 64 tiles."""
+PARTIALS_NBYTES: Final = 10 << 20
+"""Memory of a device for the partial sums of one kernel at a time: 8 bytes for each of 1024 blocks of 64 tiles, or three sums of columns for each
+lane of all pieces of an array's rows."""
 
 Argument = DeviceArray | np.generic | None
 
@@ -194,8 +199,9 @@ class KernelSource:
 
     def by_row(self, kernel: str, x: DeviceArray, *arguments: Argument) -> None:
         """Start a kernel with a block for each row of `x` and 4 bytes of shared memory per thread."""
-        threads = threads_for(x.shape[-1])
-        self.start(kernel, x.dtype, *arguments, grid=(x.size // x.shape[-1], 1, 1), threads=threads, shared=4 * threads)
+        num_rows = x.size // x.shape[-1]
+        threads = threads_for(x.shape[-1], num_rows)
+        self.start(kernel, x.dtype, *arguments, grid=(num_rows, 1, 1), threads=threads, shared=4 * threads)
 
 
 def blocks_for(count: int, per_thread: int = 1) -> int:
@@ -203,10 +209,13 @@ def blocks_for(count: int, per_thread: int = 1) -> int:
     return min(MOST_BLOCKS, -(-count // (per_thread * THREADS)))
 
 
-def threads_for(width: int) -> int:
-    """Return a power of two, from 32 to 1024: the number of threads for a row of `width` numbers, about eight for each."""
+def threads_for(width: int, num_rows: int) -> int:
+    """Return a power of two, from 32 to 1024: the number of threads for each row of `width` numbers.
+
+    They are enough for all multiprocessors of a large GPU, and at most one for about eight numbers.
+    """
     threads = 32
-    while threads < min(1024, width // 8):
+    while threads < min(1024, width // 8) and threads * num_rows < _ROW_THREADS:
         threads *= 2
     return threads
 

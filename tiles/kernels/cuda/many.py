@@ -21,7 +21,9 @@ MOST_TILES: Final = 64
 
 _T = TypeVar("_T")
 
-_ENOUGH_BLOCKS: Final = 528
+LANES: Final = 8
+"""Number of rows of a piece that are summed side by side (`source/columns.cuh`)."""
+_ENOUGH_BLOCKS: Final = 792
 """Number of blocks with which sums of columns keep all multiprocessors of a large GPU busy."""
 _LEAST_ROWS: Final = 64
 """Smallest number of rows of a piece, so that partial sums are few compared with the array."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from ..registry import register
 from .array import DeviceArray
-from .launch import THREADS, KernelSource, device
-from .many import groups_of, pieces_of
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
+from .many import LANES, groups_of, pieces_of
 
 _source = KernelSource("norm")
+_FLOAT: Final = np.dtype(np.float32)
+
+SHARED_SUMS_NBYTES: Final = 64 << 10
+"""Largest sums of columns that gradients of norms keep in shared memory, of which each GPU supported has more; wider ones are slower."""
+
+Sums = tuple[DeviceArray, bool]
+"""An array for sums of columns, and whether they are added to its numbers."""
 
 
 def _width(x: DeviceArray) -> np.int32:
@@ -21,7 +29,7 @@ def _width(x: DeviceArray) -> np.int32:
 @register("layer_norm", "cuda")
 def layer_norm(x: DeviceArray, gamma: DeviceArray, beta: DeviceArray, y: DeviceArray, mean: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
     """y = (x - mean) * rstd * gamma + beta, rstd = 1 / sqrt(var + eps)."""
-    _source.by_row("normalise", x, x, None, gamma, beta, None, y, mean, rstd, np.float32(eps), np.float32(0.0), _width(x))
+    _normalise(x, None, None, gamma, beta, None, y, mean, rstd, eps)
 
 
 @register("residual_layer_norm", "cuda")
@@ -36,15 +44,16 @@ def residual_layer_norm(
     rstd: DeviceArray,
     *,
     eps: float,
+    bias: DeviceArray | None = None,
 ) -> None:
-    """s = x + r; y = layer_norm(rounded s)."""
-    _source.by_row("normalise", x, x, r, gamma, beta, s, y, mean, rstd, np.float32(eps), np.float32(0.0), _width(x))
+    """s = x + (r [+ bias]), both sums rounded; y = layer_norm(s)."""
+    _normalise(x, r, bias, gamma, beta, s, y, mean, rstd, eps)
 
 
 @register("rms_norm", "cuda")
 def rms_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceArray, *scratch: DeviceArray, eps: float, offset: float = 0.0) -> None:
     """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps)."""
-    _source.by_row("normalise", x, x, None, gamma, None, None, y, None, rstd, np.float32(eps), np.float32(offset), _width(x))
+    _normalise(x, None, None, gamma, None, None, y, None, rstd, eps, offset)
 
 
 @register("residual_rms_norm", "cuda")
@@ -58,9 +67,27 @@ def residual_rms_norm(
     *scratch: DeviceArray,
     eps: float,
     offset: float = 0.0,
+    bias: DeviceArray | None = None,
 ) -> None:
-    """s = x + r; y = rms_norm(rounded s)."""
-    _source.by_row("normalise", x, x, r, gamma, None, s, y, None, rstd, np.float32(eps), np.float32(offset), _width(x))
+    """s = x + (r [+ bias]), both sums rounded; y = rms_norm(s)."""
+    _normalise(x, r, bias, gamma, None, s, y, None, rstd, eps, offset)
+
+
+def _normalise(
+    x: DeviceArray,
+    r: DeviceArray | None,
+    bias: DeviceArray | None,
+    gamma: DeviceArray,
+    beta: DeviceArray | None,
+    s: DeviceArray | None,
+    y: DeviceArray,
+    mean: DeviceArray | None,
+    rstd: DeviceArray,
+    eps: float,
+    offset: float = 0.0,
+) -> None:
+    """[s = x + (r [+ bias]), both sums rounded;] y = norm of s, or of x: a layer norm if there is a `beta`, else an RMS norm."""
+    _source.by_row("normalise", x, x, r, bias, gamma, beta, s, y, mean, rstd, np.float32(eps), np.float32(offset), _width(x))
 
 
 @register("head_norm", "cuda")
@@ -84,11 +111,15 @@ def layer_norm_backward(
     *rest: DeviceArray,
     accumulate: bool,
     residual: bool,
+    more: Sequence[DeviceArray] = (),
+    sums: Sums | None = None,
 ) -> None:
-    """dx, dgamma and dbeta of `layer_norm`; `rest` is [dresidual,] dx, dgamma, dbeta."""
+    """dx, dgamma and dbeta of `layer_norm`; `rest` is [dresidual,] dx, dgamma, dbeta. `more` is added to dy, with a rounding each time.
+
+    The array of `sums` becomes what `column_sums` of dx would give.
+    """
     *extra, dx, dgamma, dbeta = rest
-    _source.by_row("norm_backward", x, x, gamma, mean, rstd, dy, extra[0] if residual else None, dx, np.float32(0.0), _width(x))
-    _gradients(x, mean, rstd, dy, dgamma, dbeta, accumulate)
+    _norm_backward(x, gamma, mean, rstd, [dy, *more], extra[0] if residual else None, dx, dgamma, dbeta, accumulate=accumulate, sums=sums)
 
 
 @register("rms_norm_backward", "cuda")
@@ -101,16 +132,48 @@ def rms_norm_backward(
     accumulate: bool,
     residual: bool,
     offset: float = 0.0,
+    more: Sequence[DeviceArray] = (),
 ) -> None:
-    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma[, scratch with an offset]."""
+    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma[, scratch with an offset]. `more` is that of `layer_norm_backward`."""
     *extra, dx, dgamma = rest[:-1] if offset else rest
-    _source.by_row("norm_backward", x, x, gamma, None, rstd, dy, extra[0] if residual else None, dx, np.float32(offset), _width(x))
-    _gradients(x, None, rstd, dy, dgamma, None, accumulate)
+    _norm_backward(x, gamma, None, rstd, [dy, *more], extra[0] if residual else None, dx, dgamma, None, accumulate=accumulate, offset=offset)
+
+
+def _norm_backward(
+    x: DeviceArray,
+    gamma: DeviceArray,
+    mean: DeviceArray | None,
+    rstd: DeviceArray,
+    slopes: Sequence[DeviceArray],
+    extra: DeviceArray | None,
+    dx: DeviceArray,
+    dgamma: DeviceArray,
+    dbeta: DeviceArray | None,
+    *,
+    accumulate: bool,
+    offset: float = 0.0,
+    sums: Sums | None = None,
+) -> None:
+    """dx, dgamma and dbeta of a norm whose dy is the sum of up to three arrays, added in order, and the sums of the columns of dx."""
+    num_rows, width = x.size // x.shape[-1], x.shape[-1]
+    threads = min(1024, -(-width * x.dtype.itemsize // (16 * 32)) * 32)
+    pieces, num_sums = pieces_of(num_rows, width), 2 if sums is None else 3
+    if 4 * pieces * LANES * num_sums * width > PARTIALS_NBYTES:
+        most = PARTIALS_NBYTES // (4 * LANES * num_sums)
+        raise ValueError(f"the gradient of a norm takes tiles of {most:,} columns at most, got {width}; use smaller tiles")
+    partial = device().partials.at(_FLOAT, pieces, LANES, num_sums, width)
+    dy, second, third = [*slopes, None, None][:3]
+    is_shared = 4 * num_sums * width <= SHARED_SUMS_NBYTES
+    numbers = (np.float32(offset), np.int32(num_rows), np.int32(width), np.int32(num_sums), np.int32(is_shared))
+    arrays = (x, gamma, mean, rstd, dy, second, third, extra, dx, partial)
+    shared = 4 * (32 + is_shared * num_sums * width)
+    _source.start("norm_backward", x.dtype, *arrays, *numbers, grid=(pieces * LANES, 1, 1), threads=threads, shared=shared)
+    _add_partial_sums(partial, dgamma, dbeta, accumulate, sums)
 
 
 @register("head_norm_backward", "cuda")
 def head_norm_backward(
-    x: DeviceArray, gamma: DeviceArray, rstd: DeviceArray, dy: DeviceArray, *rest: DeviceArray, offset: float = 0.0, **constants: bool
+    x: DeviceArray, gamma: DeviceArray, rstd: DeviceArray, dy: DeviceArray, *rest: DeviceArray, offset: float = 0.0, **constants: Any
 ) -> None:
     """Gradients of `head_norm`; `rest` and the constants are those of `rms_norm_backward`."""
     *arrays, dgamma = rest[:-1] if offset else rest
@@ -130,9 +193,16 @@ def _gradients(
     arrays = (x, mean, rstd, dy, partial, dgamma, dbeta)
     _source.start("norm_gradients", x.dtype, *arrays, *numbers, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
     if pieces > 1:
-        grid = (-(-width // 32), 1 if dbeta is None else 2, 1)
-        sizes = (np.int32(pieces), np.int32(width), np.int32(accumulate))
-        _source.start("norm_gradients_of_pieces", x.dtype, partial, dgamma, dbeta, *sizes, grid=grid, shared=4 * THREADS)
+        _add_partial_sums(partial.reshape(pieces, 1, 2, width), dgamma, dbeta, accumulate)
+
+
+def _add_partial_sums(partial: DeviceArray, dgamma: DeviceArray, dbeta: DeviceArray | None, accumulate: bool, sums: Sums | None = None) -> None:
+    """dgamma, dbeta and the array of `sums` (+)= their sums over pieces of rows  # partial (pieces, lanes, 2 or 3, width)."""
+    pieces, lanes, num_sums, width = partial.shape
+    columns, onto = (None, False) if sums is None else sums
+    sizes = (np.int32(pieces), np.int32(lanes), np.int32(num_sums), np.int32(width), np.int32(accumulate), np.int32(onto))
+    grid = (-(-width // 32), num_sums, 1)
+    _source.start("norm_sums", _FLOAT, partial, dgamma, dbeta, columns, *sizes, grid=grid, shared=4 * THREADS)
 
 
 @register("row_sums", "cuda")

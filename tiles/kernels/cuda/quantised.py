@@ -36,7 +36,7 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
     named, x = BLOCK_FORMATS[block_format], x.rows()
     columns = named.columns(w.shape[1])
     if not scratch:
-        threads = threads_for(columns)
+        threads = threads_for(columns, 1)
         numbers = (np.int32(columns), *_layout(block_format), np.int32(accumulate))
         _source.start("multiply_rows", x.dtype, x, w, bias, y, *numbers, grid=(w.shape[0], x.shape[0], 1), threads=threads, shared=4 * threads)
         return
@@ -48,8 +48,8 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
 
 
 @register("decode_blocks", "cuda")
-def decode_blocks(w: DeviceArray, out: DeviceArray, *, block_format: str) -> None:
-    """out = the numbers of blocks  # (R, bytes) -> (R, C)."""
+def decode_blocks(w: DeviceArray, out: DeviceArray, *flags: DeviceArray, block_format: str) -> None:
+    """out = the numbers of blocks  # (R, bytes) -> (R, C); the flags of a conditional task are not read."""
     _source.each("decode_blocks", out.dtype, out.size, w, out, *_layout(block_format))
 
 

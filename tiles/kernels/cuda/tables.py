@@ -30,7 +30,7 @@ _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), 
 def embedding(tokens: DeviceArray, table: DeviceArray, x: DeviceArray, *, v_start: int, vocab: int, accumulate: bool) -> None:
     """x[b, t] = table[tokens[b, t]] for the rows in this tile; the first tile's task zeroes the rest."""
     numbers = (np.int32(v_start), np.int32(table.shape[0]), np.int32(table.shape[1]), np.int32(accumulate))
-    _source.each("embedding", table.dtype, x.size, tokens, table, x, *numbers)
+    _source.each("embedding", table.dtype, x.size, tokens, table, x, *numbers, is_wide=True)
 
 
 @register("embedding_backward", "cuda")
@@ -144,10 +144,20 @@ def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[in
 
 
 @register("dropout", "cuda")
-def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
-    """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
-    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
-    _source.each("dropout", x.dtype, x.size, x, key, y, *numbers, is_wide=True)
+def dropout(
+    x: DeviceArray,
+    key: DeviceArray,
+    y: DeviceArray,
+    *,
+    p: float,
+    stream: int,
+    shape: tuple[int, ...],
+    origin: tuple[int, ...],
+    bias: DeviceArray | None = None,
+) -> None:
+    """y = (x [+ bias, rounded]) / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape), np.int32(x.shape[-1]))
+    _source.each("dropout", x.dtype, x.size, x, bias, key, y, *numbers, is_wide=True)
 
 
 @register("keyed_uniform", "cuda")

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..reference.moments import BLOCK, num_blocks
 from ..reference.optimizer import split
 from ..registry import register, register_many
 from .array import DeviceArray
-from .launch import THREADS, KernelSource, blocks_for, device
+from .launch import MOST_BLOCKS, THREADS, KernelSource, blocks_for, device
 from .many import MOST_TILES, Row, Task, by_type, filled, in_starts, table
 
 _source = KernelSource("updates")
@@ -65,6 +66,43 @@ def sgd(
     norm, weights = split(tuple(optional), clip, master)
     numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int32(nesterov))
     _source.each("sgd", param.dtype, param.size, param, grad, hyper, buffer, norm, weights, *numbers)
+
+
+@register("adam8bit", "cuda")
+def adam8bit(param: DeviceArray, *tiles: DeviceArray, row: int, max_norm: float, clip: bool, master: bool) -> None:
+    """Compute AdamW on moments in 8 bits; `tiles` are grad, m, its scales, v, its scales, hyper, [norm if clip,] [master]."""
+    norm, weights = split(tiles[6:], clip, master)
+    numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int64(param.size))
+    grid, shared = (min(MOST_BLOCKS, num_blocks(param.size)), 1, 1), 4 * (4 * BLOCK + BLOCK // 32)
+    _source.start("adam8bit", param.dtype, param, *tiles[:6], norm, weights, *numbers, grid=grid, threads=BLOCK, shared=shared)
+
+
+@register("muon_momentum", "cuda")
+def muon_momentum(*tiles: DeviceArray, row: int, nesterov: bool, max_norm: float, clip: bool) -> None:
+    """Average a gradient; tiles are grad, buffer, update, hyper, [norm if clip]."""
+    grad, buffer, update, hyper, *norm = tiles
+    numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int32(nesterov))
+    _source.each("muon_momentum", _FLOAT, grad.size, grad, buffer, update, hyper, norm[0] if clip else None, *numbers)
+
+
+@register("muon_normalise", "cuda")
+def muon_normalise(x: DeviceArray, total: DeviceArray, hyper: DeviceArray, *, row: int) -> None:
+    """x /= max(norm, smallest norm), where `total` (1,) is the sum of squares of the whole matrix."""
+    _source.each("muon_normalise", _FLOAT, x.size, x, total, hyper, np.int32(row))
+
+
+@register("muon_polynomial", "cuda")
+def muon_polynomial(gram: DeviceArray, out: DeviceArray, *, a: float, b: float, diagonal: bool) -> None:
+    """out = b gram, plus a times the identity in a tile on the diagonal of the matrix."""
+    numbers: tuple[Any, ...] = (np.float64(a), np.float64(b), np.int32(gram.shape[1]), np.int32(diagonal))
+    _source.each("muon_polynomial", _FLOAT, gram.size, gram, out, *numbers)
+
+
+@register("muon_update", "cuda")
+def muon_update(param: DeviceArray, x: DeviceArray, hyper: DeviceArray, *weights: DeviceArray, row: int, ratio: float, master: bool) -> None:
+    """param = (1 - lr weight_decay) param - lr ratio x; if `master`, on `weights`, an fp32 master, which the parameter becomes after rounding."""
+    numbers: tuple[Any, ...] = (np.float64(ratio), np.int32(row))
+    _source.each("muon_update", param.dtype, param.size, param, x, hyper, weights[0] if master else None, *numbers)
 
 
 @register("sum_squares", "cuda")

@@ -1,3 +1,20 @@
 """Readable NumPy kernels: the oracle of every other backend. Clarity first; they may allocate and be slow."""
 
-from . import attention, cache, elementwise, embedding, loss, matmul, norm, optimizer, pages, quantised, random, select, tokens  # noqa: F401
+from . import (  # noqa: F401
+    attention,
+    cache,
+    elementwise,
+    embedding,
+    experts,
+    loss,
+    matmul,
+    moments,
+    muon,
+    norm,
+    optimizer,
+    pages,
+    quantised,
+    random,
+    select,
+    tokens,
+)

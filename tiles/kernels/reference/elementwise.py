@@ -183,3 +183,18 @@ def rotary_angles_at(frequencies: Array, positions: Array, cos: Array, sin: Arra
     angles = positions[..., None].astype(cos.dtype) * frequencies
     cos[...] = np.cos(angles)
     sin[...] = np.sin(angles)
+
+
+@register("row_gate", "reference")
+def row_gate(gate: Array, x: Array, y: Array) -> None:
+    """y = sigmoid(gate) * x, one gate for each row  # (.., 1), (.., c) -> (.., c)."""
+    y[...] = x / (1 + np.exp(-gate))
+
+
+@register("row_gate_backward", "reference")
+def row_gate_backward(gate: Array, x: Array, dy: Array, dx: Array, dgate: Array, *, first: bool) -> None:
+    """Gradients of `row_gate`; that of the gate is a sum over tiles of the row, of which this is the first or not."""
+    sigmoid = 1 / (1 + np.exp(-gate))
+    dx[...] = sigmoid * dy
+    share = (x * dy).sum(axis=-1, keepdims=True) * sigmoid * (1 - sigmoid)
+    dgate[...] = share if first else dgate + share

@@ -26,6 +26,13 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
     target[...] = target + product if accumulate else product
 
 
+@register("gram", "reference")
+def gram(x: Array, out: Array, *, trans: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
+    product = alpha * (x.T @ x if trans else x @ x.T)
+    out[...] = out + product if accumulate else product
+
+
 @register("batched_matmul", "reference")
 def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) for each index of the leading axes, which all three share."""

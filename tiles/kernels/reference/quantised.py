@@ -35,6 +35,6 @@ def quantised_embedding(tokens: Array, table: Array, x: Array, *, block_format: 
 
 
 @register("decode_blocks", "reference")
-def decode_blocks(w: Array, out: Array, *, block_format: str) -> None:
-    """out = the numbers of blocks  # (R, bytes) -> (R, C)."""
+def decode_blocks(w: Array, out: Array, *flags: Array, block_format: str) -> None:
+    """out = the numbers of blocks  # (R, bytes) -> (R, C); the flags of a conditional task are not read."""
     out[...] = decode(w, BLOCK_FORMATS[block_format])

@@ -16,9 +16,12 @@ from ..options.runtime_flags import open_source
 if TYPE_CHECKING:
     from nntask.architecture import ModelConfig
     from nntask.config import ResourceSettings, RunConfig, TrainSettings
+    from nntask.engine import PlannedStep
     from nntask.hardware import MachineSpec
     from nntask.inference import ModelSource
+    from nntask.models import LanguageModel
     from nntask.training import Comparison
+    from scheduler import Runtime, TaskRuntime
 
 DIFFERENT: Final = 1
 """Exit code if results differ, because one kind of workers has a bug."""
@@ -168,15 +171,15 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
     from nntask.engine import runtime_for
     from nntask.hardware import check_budgets
     from nntask.training import run_side_by_side
-    from scheduler import Runtime
 
     def side(machine: MachineSpec) -> Runtime:
         check_budgets(machine)
         return runtime_for(subject.run.on(machine))
 
     a, b = subject.machines
+    planned = _planned(asked, subject)
     try:
-        run_side_by_side(comparison, (lambda: side(a), lambda: side(b)), lambda runtime: _train(runtime, asked, subject))
+        run_side_by_side(comparison, (lambda: side(a), lambda: side(b)), lambda runtime: _train(runtime, asked, subject, planned))
     except scheduler.DoesNotFit as error:
         remedy = f"raise --ram (now {asked.ram or 'equal shares of the free memory'}), or lower --batch or --seq-len"
         raise DoesNotFit(error.fact, remedy, shortage=error.shortage) from error
@@ -195,14 +198,35 @@ def _resources(kind: str, share: str) -> ResourceSettings:
     return ResourceSettings(ncpu=0, sim_gpu=1, ram=share, gpu_memory=share)
 
 
-def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:
-    """Build the model and take its steps; every call submits the same tasks."""
-    from nntask.data import random_batch
-    from nntask.engine import RecordedEngine, build_model
+def _planned(asked: CompareSettings, subject: _Subject) -> PlannedStep:
+    """Return the training step in the order in which both sides run it, planned for the first one."""
+    from nntask.engine import PlannedStep
+    from nntask.hardware import this_machine
+    from nntask.planning import capture, no_collections, order_or_needs
+
+    run = subject.run.on(subject.machines[0])
+    with no_collections():
+        step = capture(run, build=lambda runtime: _model(runtime, asked, subject, read=False))
+        order, _ = order_or_needs(step, run, this_machine(run.machine))
+    assert step.symbols is not None  # the model is made of tiles
+    return PlannedStep(order, step.symbols)
+
+
+def _model(runtime: TaskRuntime, asked: CompareSettings, subject: _Subject, *, read: bool = True) -> LanguageModel:
+    """Build the model; `read` is an argument of `ModelSource.build`."""
+    from nntask.engine import build_model
 
     run, source = subject.run, subject.source
-    model = build_model(run.model, runtime) if source is None else source.build(runtime, run.model.tiling, asked.dtype)
-    engine = RecordedEngine(run, runtime, model)
+    return build_model(run.model, runtime) if source is None else source.build(runtime, run.model.tiling, asked.dtype, read=read)
+
+
+def _train(runtime: Runtime, asked: CompareSettings, subject: _Subject, planned: PlannedStep) -> None:
+    """Build the model and take its steps; every call submits the same tasks."""
+    from nntask.data import random_batch
+    from nntask.engine import RecordedEngine
+
+    run = subject.run
+    engine = RecordedEngine(run, runtime, _model(runtime, asked, subject), planned=planned)
     for step in range(1, asked.steps + 1):
         batch = random_batch(run.data.objective, run.step.batch, run.model.config.vocab_size, [asked.seed, step])
         engine.start(step, run.optimizer.lr, batch).result()

@@ -112,6 +112,9 @@ def run(argv: Sequence[str]) -> int:
         for first in range(0, len(prompts), asked.batch):
             batch_of = slice(first, first + asked.batch)
             _write(generator, ids, prompts[batch_of], begins[batch_of], first, asked)
+        stats = runtime.stats()
+        if chosen := stats["conditional_hits"] + stats["conditional_misses"]:
+            print(f"experts: {stats['conditional_hits'] / chosen:.1%} of the chosen ones were in memory", file=sys.stderr, flush=True)
     return 0
 
 

@@ -73,7 +73,7 @@ def step_of(name: str) -> dict[str, Any]:
     from nntask.config import TrainSettings, devices_of, resolve
     from nntask.hardware import this_machine
     from nntask.models import FAMILIES
-    from nntask.planning import capture, no_collections, thriftiest_needs
+    from nntask.planning import capture, least_needs, no_collections
 
     if name not in PRESETS:
         near = difflib.get_close_matches(name, [*PRESETS, *FAMILIES], 1)
@@ -88,7 +88,7 @@ def step_of(name: str) -> dict[str, Any]:
     run = resolve(asked, config, machine=devices_of(asked.resources, asked.model.dtype, checks=False))
     with no_collections():
         captured = capture(run)
-        needs = thriftiest_needs(captured.plan, this_machine(run.machine), run.step.recompute)
+        needs = least_needs(captured.plan, this_machine(run.machine), run.step.recompute)
     return {
         "name": name,
         "model_type": config.model_type,

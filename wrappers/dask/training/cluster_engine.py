@@ -18,9 +18,8 @@ from nntask import ClusterError, DoesNotFit, NntaskError, UsageError
 from nntask.checkpoints import step_directories
 from nntask.config import ClusterSpec, RunConfig, check_shared
 from nntask.data import Batch, Dataset
-from nntask.engine import NodesChanged, Outcome, outcome_of
+from nntask.engine import ModelShapes, NodesChanged, Outcome, outcome_of
 from nntask.optim import DataShard, buckets_of, data_shards, most_nodes
-from nntask.planning import CapturedStep, capture
 
 from ..dashboard.plugin import install
 from .cluster import ClusterWorker, Connection
@@ -53,7 +52,7 @@ class ClusterEngine:
     def __init__(
         self,
         team: Team,
-        shapes: CapturedStep,
+        shapes: ModelShapes,
         all_shards: Sequence[DataShard],
         answers: Sequence[Mapping[str, Any]],
         machines: Sequence[Mapping[str, Any]],
@@ -235,7 +234,9 @@ class DaskCluster:
         self._board: bool | None = None  # unknown until first use
 
     @contextmanager
-    def open(self, run: RunConfig, dataset: Dataset, say: Callable[[str], None]) -> Iterator[tuple[ClusterEngine, ClusterEngine]]:
+    def open(
+        self, run: RunConfig, shapes: ModelShapes, dataset: Dataset, say: Callable[[str], None]
+    ) -> Iterator[tuple[ClusterEngine, ClusterEngine]]:
         """Make the nodes ready for a run."""
         self._run = run.directory
         num_minibatches, lanes = run.step.num_minibatches, run.step.lanes
@@ -258,7 +259,7 @@ class DaskCluster:
         try:
             try:
                 team.form()
-                engine = self._open(team, run, dataset, data_shards(num_minibatches, lanes, len(machines)))
+                engine = self._open(team, run, shapes, dataset, data_shards(num_minibatches, lanes, len(machines)))
             except (NntaskError, NodeFailed, NodesChanged) as error:
                 self._refuse_newcomers(team, error)
                 raise
@@ -297,17 +298,16 @@ class DaskCluster:
             say(f"dask: {how} is shared by at most {most} nodes; {asked - most} of {asked} workers have nothing to do")
         return None if asked is None else self._most
 
-    def _open(self, team: Team, run: RunConfig, dataset: Dataset, all_shards: Sequence[DataShard]) -> ClusterEngine:
+    def _open(self, team: Team, run: RunConfig, shapes: ModelShapes, dataset: Dataset, all_shards: Sequence[DataShard]) -> ClusterEngine:
         run = _with_whole_paths(run)
         places = team.call("listen", run, len(team.workers))
         oldest = sorted(range(len(places)), key=lambda rank: team.workers[rank].address not in self._members)
         check_cards([team.workers[rank] for rank in oldest], [places[rank][1] for rank in oldest])
         patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # a node reports its own timeouts before this one
         team.call("connect", [address for address, *_ in places], patience=patience)
-        shapes = capture(run, 1, run.start.frozen_base)
         trained = list(shapes.trained.values())
         widest = max(4 / tensor.dtype.itemsize for tensor in trained)  # gradients of 16-bit parameters are fp32
-        largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.workers))) * max(widest, 1))
+        largest = int(max(bucket.nbytes for bucket in buckets_of(trained, len(team.workers), shapes.whole)) * max(widest, 1))
         hosts = [machine.host for machine in team.workers]
         board = run.directory.name if self._has_board() else ""
         opening = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from nntask import ClusterError, DataError, UsageError
+from nntask import ClusterError, DataError
 from nntask.hardware import give_back_freed, reuse_freed_memory
-from scheduler import RecordingError
 
 from .failures import blaming, forget_frames, portable
 
@@ -210,7 +210,7 @@ class TrainingNode:
         from nntask.planning import order_figures
         from nntask.training import model_to_start_from
 
-        from .node_memory import check_memory, machine_of_node
+        from .node_memory import machine_of_node, planned_share
         from .peers import window_for
 
         run, shard = order.run, order.shard
@@ -234,16 +234,11 @@ class TrainingNode:
             rows=[m * minibatch + row for m in shard.minibatches for row in range(minibatch)],
         )
         self._turns = Turns(run.start.step)
+        transport = self._comms if shard.num_nodes > 1 else None
+        planned = planned_share(run, shard, transport, self.worker_name)  # before memory is taken
         runtime = self._runtime = runtime_for(run)
         start = model_to_start_from(run, runtime)
-        transport = self._comms if shard.num_nodes > 1 else None
-        engine = self._engine = RecordedEngine(run, runtime, start, shard=shard, transport=transport)
-        try:
-            check_memory(engine.order.plan, run, self.worker_name)
-        except RecordingError as error:
-            if isinstance(error.__cause__, ValueError):  # no order or recomputation of the requested name
-                raise UsageError(f"on worker {self.worker_name} {error}") from error
-            raise
+        engine = self._engine = RecordedEngine(run, runtime, start, shard=shard, transport=transport, planned=planned)
         runtime.wait()
         give_back_freed()  # memory that reading weights and planning the step have used
         return {
@@ -382,6 +377,8 @@ class TrainingNode:
             del _JOBS[self.worker_name]
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # no new thread would start, and the process ends anyway
+            return
         if not self._closed:  # Dask has dropped the actor of a lost client; closing must not block the worker's event loop
             with contextlib.suppress(Exception):
                 threading.Thread(target=self._close, name="nntask end", daemon=True).start()

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nntask import DoesNotFit
+from nntask import DoesNotFit, UsageError
+from nntask.engine import PlannedStep
 from nntask.hardware import RAM, Budget, MachineSpec, check_budgets, this_machine, with_budgets, without_nccl
-from nntask.planning import needs_of, shortage
+from nntask.planning import capture, needs_of, no_collections, order_on, shortage
 from scheduler import Shortage
+from scheduler.planning import AUTO, NONE
 from scheduler.storage import default_ram_budget
 
 if TYPE_CHECKING:
     from nntask.config import RunConfig
+    from nntask.optim import DataShard, Transport
     from scheduler.machine import StepPlan
 
     from .nccl import NcclTransport
@@ -71,18 +74,45 @@ def _ram(worker: Any, requested: int | None, devices: MachineSpec, on_host: int)
     return nbytes // (1 + devices.num_simulated)
 
 
-def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
+def planned_share(run: RunConfig, shard: DataShard, transport: Transport | None, worker: str) -> PlannedStep:
+    """Capture a node's share of a step, plan it on the node's machine, and check its memory.
+
+    Args:
+        run: settings of the run, with the node's budgets.
+        shard: share of the node.
+        transport: connection to the other nodes; None if there are none.
+        worker: address of the node's worker, for messages.
+
+    Raises:
+        DoesNotFit: a budget of this node is too small.
+        UsageError: the step has no order or recomputation of the requested name.
+    """
+    target = this_machine(run.machine)
+    with no_collections():
+        step = capture(run, frozen_base=run.start.frozen_base, share=None if transport is None else (shard, transport))
+        try:
+            recompute = AUTO if run.step.recompute == AUTO else NONE
+            order = order_on(step.plan, run.step.order, target.without(step.reading), target.policy, recompute)
+        except ValueError as error:
+            raise UsageError(f"on worker {worker} {error}") from error
+    check_memory(order.plan, run, worker, step.reading)
+    assert step.symbols is not None  # the model is made of tiles
+    return PlannedStep(order, step.symbols)
+
+
+def check_memory(plan: StepPlan, run: RunConfig, worker: str, reading: int) -> None:
     """Refuse a step with a budget below its minimum, at which tasks and exchanges get their memory one after another.
 
     Args:
         plan: tasks of the step.
         run: settings of the run, with the node's budgets.
         worker: address of the node's worker, for messages.
+        reading: bytes of host memory that readers of files need.
 
     Raises:
         DoesNotFit: a budget of this node is too small.
     """
-    target, needs = this_machine(run.machine), needs_of(plan)
+    target, needs = this_machine(run.machine), needs_of(plan, reading=reading)
     if not needs.fit(target):
         smaller = "" if run.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
         lack = shortage(target, needs)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from nntask.engine import ModelShapes
 from nntask.optim import buckets_of, owners_of
-from nntask.planning import CapturedStep
 from scheduler import Handle, InlineRuntime, Mode
 from scheduler.machine import HandleSpec
 from tiles import TileTensor
@@ -40,10 +40,10 @@ class Mirror(InlineRuntime):
         model, optimizer: the trained tensors, and the optimizer's state, by name.
     """
 
-    def __init__(self, team: Team, shapes: CapturedStep) -> None:
+    def __init__(self, team: Team, shapes: ModelShapes) -> None:
         super().__init__()
         self._team = team
-        owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors)))
+        owners = owners_of(buckets_of(list(shapes.trained.values()), len(team.actors), shapes.whole))
         self._owners = {
             name: [owners[which, number] for number in range(t.tiling.num_tiles)] for which, (name, t) in enumerate(shapes.trained.items())
         }

@@ -42,6 +42,8 @@ _PLAIN_TYPES: Final = frozenset(PLAIN)
 _KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types of keys that are compared by value."""
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
+_UNREAD: Final = "_load_state_dict_pre_hooks"
+"""Attribute of modules that no pass reads: hooks of `load_state_dict`, where a session adds the one that refuses loading."""
 _CHANGING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset)
 """Types of objects that change all the time; only those of their attributes count that the program's code names."""
 _OPAQUE: Final = (torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -167,12 +169,18 @@ class Walk(CodeWalk):
     def _visit_attributes(self, path: str, value: Any) -> None:
         """Note the attributes of an object; parameters, buffers and submodules of a module get paths under its own."""
         is_module = isinstance(value, torch.nn.Module)
+        if is_module:
+            self._note_seen(f"{path}.{_UNREAD}", value.__dict__.get(_UNREAD))
         for name in _TABLES if is_module else ():
             table = value.__dict__[name]
-            self._seen[id(table)] = f"{path}.{name}"
-            self._keep.append(table)
+            self._note_seen(f"{path}.{name}", table)
             self._visit_entries(f"{path}.{name}", table, lambda key: f"{path}.{key}")
         self._visit_entries(f"{path}.", value.__dict__, lambda key: f"{path}.{key}" if not (is_module and key in _TABLES) else f"{path}.{key}.")
+
+    def _note_seen(self, path: str, value: Any) -> None:
+        """Note an object by its path alone, so that a visit does not enter it."""
+        self._seen[id(value)] = path
+        self._keep.append(value)
 
     def _visit_list(self, path: str, value: Any) -> None:
         self.found.leaves[path] = (type(value), len(value))

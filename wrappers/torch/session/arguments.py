@@ -13,10 +13,27 @@ from typing import Any, NamedTuple
 
 from nntask.hardware import MachineSpec
 from scheduler import Runtime
+from scheduler.planning import PlannedOrder
 
 from ..capture.capture import Function
 from ..capture.objectives import Loss
+from ..steps.captures import Captures
+from ..steps.dry import CapturedPasses
 from ..tasks.cuts import LARGEST_TILE
+
+
+class PlannedPasses(NamedTuple):
+    """A training step that was captured and planned before its session is opened.
+
+    Attributes:
+        captures: the captures that `step` belongs to, which the session continues.
+        step: the step on symbolic handles.
+        order: the step in its planned order.
+    """
+
+    captures: Captures
+    step: CapturedPasses
+    order: PlannedOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +72,7 @@ class Execution:
     weights: str | os.PathLike[str] | None = None
     compiled: bool = False
     verify: int = 0
+    planned: PlannedPasses | None = None
 
 
 class ArgumentGroups(NamedTuple):

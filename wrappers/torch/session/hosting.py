@@ -8,6 +8,8 @@ must not depend on which worker was idle.
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +91,17 @@ class Host:
             if self.is_borrowed:
                 raise
             raise _user_error(error, self.runtime, has_disk=self.machine.disk is not None) from error
+
+
+def end_dropped(host: Host) -> None:
+    """Close the runtime of a session that the program has dropped, in a thread, because a finalizer may run where a worker holds a lock."""
+    warnings.warn(
+        "a session of PyTorch was dropped without close(), and its weights are lost unless it was saved; use it in a with block, or call close() of "
+        "it or of its trainer",
+        ResourceWarning,
+        stacklevel=2,
+    )
+    threading.Thread(target=host.close, name="nntask end", daemon=True).start()
 
 
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:

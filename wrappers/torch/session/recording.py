@@ -13,15 +13,15 @@ from typing import Any, Final
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, is_device, this_machine
-from nntask.planning import no_collections, shortage, thriftiest_needs
+from nntask.planning import least_needs, no_collections, shortage
 from scheduler import Handle, Runtime, Step
-from scheduler.planning import AUTO, NONE, as_asked
+from scheduler.planning import AUTO, NONE, PlannedOrder, as_asked
 from tiles import TileTensor
 
 from ..capture.batches import check_batch, shapes_of
 from ..capture.values import origin_of_values
 from ..steps.captures import Captures, PassUse, Purpose, Values
-from ..steps.dry import captured_step
+from ..steps.dry import CapturedPasses, captured_step
 from ..steps.emission import StepTasks
 from ..steps.optimizers import SessionOptimizer
 from ..steps.state import ModuleState
@@ -105,12 +105,9 @@ class StepRecorder:
         """
         for minibatch in minibatches:
             check_batch(minibatch, 1, learns=purpose == "train")
-        uses: list[PassUse] = []
-        for number, each in enumerate(minibatches):
-            taken = [use.tasks for use in uses]
-            uses.append(self._captures.pass_over(each, purpose, divisor, values(each, number), taken))
+        uses = self._captures.passes_over(minibatches, purpose, divisor, values)
         check_uses(uses)
-        key = (purpose, divisor, *(id(each.tasks) for each in uses))
+        key = purpose, divisor, *(id(each.tasks) for each in uses)
         recorded = self._steps.pop(key, None)
         if recorded is None:
             self._state.runtime.wait()  # a step that is dropped may still compute
@@ -120,6 +117,20 @@ class StepRecorder:
             release_unused()
         self._steps[key] = recorded
         return recorded, uses
+
+    def adopt(self, captured: CapturedPasses, order: PlannedOrder) -> None:
+        """Take a training step that was captured and planned before the session was opened, on the tensors of the session.
+
+        Raises:
+            RecordingError: the session has other tensors than the captured step (`Runtime.adopt`).
+        """
+        emission = StepTasks(captured.passes, self._state, captured.minibatches)
+        runtime = self._state.runtime
+        assert isinstance(runtime, Runtime)  # a state for dry runs runs no step
+        step = runtime.adopt(order, captured.data, emission.named_data(self._key, self._optimizer.updates))
+        divisor = len(captured.passes)
+        recorded = _recorded(step, captured.passes, divisor, emission, captured.outputs, captured.squares)
+        self._steps["train", divisor, *map(id, captured.passes)] = recorded
 
     def _drop(self, purpose: Purpose) -> None:
         """Drop the least recently used step if another one would exceed the limit."""
@@ -145,8 +156,7 @@ class StepRecorder:
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
         with runtime.record(order, recompute) as step:
             outputs, squares = emission.submit(self._key, self._optimizer.updates if is_training else None)
-        updated = frozenset(name for name, _ in passes[0].captured.gradients)
-        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], outputs, squares, updated)
+        return _recorded(step, passes, divisor, emission, outputs, squares)
 
     def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
         """Check that a step can run within the budgets, before memory is allocated for it.
@@ -165,7 +175,7 @@ class StepRecorder:
             plan = as_asked(plan, recompute)
         except ValueError as error:
             raise UsageError(f"recompute={recompute!r}: {error}") from error
-        needs = thriftiest_needs(plan, machine, recompute, quick=True)
+        needs = least_needs(plan, machine, recompute, quick=True)
         if not needs.fit(machine):
             lack = shortage(machine, needs)
             is_of_device = is_device(lack.node)
@@ -176,6 +186,19 @@ class StepRecorder:
             if spec.disk is None and not is_of_device:
                 changes.append("add disk=DIR")
             raise DoesNotFit(lack.fact, f"{', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}", shortage=lack)
+
+
+def _recorded(
+    step: Step,
+    passes: Sequence[Pass],
+    divisor: int,
+    emission: StepTasks,
+    outputs: Sequence[Mapping[Storage, Handle]],
+    squares: TileTensor | None,
+) -> RecordedStep:
+    """Return a recorded step; `outputs` are the handles of the outputs of each pass."""
+    updated = frozenset(name for name, _ in passes[0].captured.gradients)
+    return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], outputs, squares, updated)
 
 
 def check_uses(uses: Sequence[PassUse]) -> None:

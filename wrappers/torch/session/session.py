@@ -12,6 +12,7 @@ that memory holds the weights once. `load_into` returns the values.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,7 +44,7 @@ from ..tasks.chains import ChainCompiler
 from ..tasks.cuts import tiles_of
 from .arguments import grouped, signature
 from .files import SessionFiles
-from .hosting import Host
+from .hosting import Host, end_dropped
 from .memory import release_unused
 from .python_state import bring_into_python, host_values, undone_on_failure, write_step
 from .recording import StepRecorder
@@ -58,8 +59,9 @@ class Session(SessionFiles):
 
     Args:
         module: any module on the CPU, or with `weights` a module without values. Its tensors move into the session.
-        optimizer: "sgd", "adam", "adamw", or an instance of these classes of torch.optim over the module's parameters. Every step reads the options
-            of its groups, so that PyTorch's schedulers work; its state is in the session.
+        optimizer: "sgd", "adam", "adamw", "muon", "adamw8bit", or instances of SGD, Adam, AdamW or Muon of torch.optim over the module's parameters
+            (or a list of a Muon and an AdamW for all but matrices). Every step reads the options of its groups, so that PyTorch's schedulers work;
+            its state is in the session.
         arguments: the keywords below, which are handed on as three groups, `Learning`, `Resources` and `Execution` (`arguments`).
         lr: learning rate of an optimizer given by name.
         loss: function of the module's result and the batch that returns a scalar; None if the result has the loss (`.loss`), or is the loss.
@@ -90,6 +92,8 @@ class Session(SessionFiles):
         verify: number of steps from one comparison with eager PyTorch to the next, beginning with the first step; 0 for none. Loss, gradients,
             parameters and buffers are compared. Use it for the first run of a new program; it takes the time and the memory of eager PyTorch, outside
             the budget.
+        planned: a training step of this module that was captured and planned before, as by ``nntask train``; None to capture it at its first use. A
+            tensor without values then gets them from a file of a saved session, which the caller loads.
         options: further options of an optimizer given by name, such as ``weight_decay``.
 
     Raises:
@@ -104,7 +108,7 @@ class Session(SessionFiles):
 
     __signature__ = signature()
 
-    def __init__(self, module: torch.nn.Module, optimizer: str | torch.optim.Optimizer = "adamw", **arguments: Any) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: Any = "adamw", **arguments: Any) -> None:
         check_torch(Session)
         learning, resources, execution, options = grouped(arguments)
         check_arguments(module, learning, resources, execution)
@@ -114,26 +118,34 @@ class Session(SessionFiles):
         self._guards = ExitStack()  # guards of module and optimizer while the session is open
         self._started: deque[StartedStep] = deque()
         tiles = tiles_of(module.named_parameters(), parse_size(str(execution.largest_tile), "largest_tile"))
-        shared = shared_buffers(module)
-        function = scalar(learning.objective or objective_of(learning.loss or loss_of))
         self._host = Host(module, resources)
+        self._dropped = weakref.finalize(self, end_dropped, self._host)
+        self._dropped.atexit = False
         self.runtime: Runtime = self._host.runtime
         try:
             with self._host.user_errors(), self._taken(tiles):
-                terms = PassTerms(tiles, ChainCompiler() if execution.compiled else None, self._host.machine.has_gpus)
-                roots = read_by(learning.objective or learning.loss)
-                self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
+                self._captures = self._new_captures(tiles) if execution.planned is None else execution.planned.captures
+                self._captures.quiet = self.runtime.wait
                 self._prepare()
         except BaseException:
             self.close()
             raise
         release_unused()
 
+    def _new_captures(self, tiles: Mapping[str, tuple[int, int]]) -> Captures:
+        """Return the captures of the module's passes, none yet."""
+        learning = self._learning
+        terms = PassTerms(tiles, ChainCompiler() if self._execution.compiled else None, self._host.machine.has_gpus)
+        function = scalar(learning.objective or objective_of(learning.loss or loss_of))
+        return Captures(self.module, function, terms, roots=read_by(learning.objective or learning.loss), shared=shared_buffers(self.module))
+
     @contextmanager
     def _taken(self, tiles: Mapping[str, tuple[int, int]]) -> Iterator[None]:
         """Create the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
         self.state = ModuleState(self.module, self.runtime, tiles)
         values, weights = first_values(self.module), self._execution.weights
+        if self._execution.planned is not None:
+            values = {name: value for name, value in values.items() if not value.is_meta}
         if weights is not None:
             saved = saved_names(self.module)
             attach_files(Path(weights), {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, self.module)
@@ -160,6 +172,8 @@ class Session(SessionFiles):
             order=self._execution.order,
             recompute=self._execution.recompute,
         )
+        if (planned := self._execution.planned) is not None:
+            self._steps.adopt(planned.step, planned.order)
         self._module_values = SessionValues(self.module, self.state, self._captures.own)
         self._verifier = Verifier(self._execution.verify, self._captures, self._optimizer, self._module_values)
 
@@ -344,6 +358,7 @@ class Session(SessionFiles):
     def close(self) -> None:
         """End the workers and free all memory; parameters are lost unless they were saved. Idempotent."""
         self._is_closed = True
+        self._dropped.detach()
         self._guards.close()
         self._host.close()
 

@@ -29,7 +29,7 @@ def check_arguments(module: torch.nn.Module, learning: Learning, resources: Reso
         raise UsageError(f"threads must be from 1 to 1024, got {threads}", "1 leaves the cores to minibatches that run in parallel")
     if not isinstance(minibatches, int) or minibatches < 1:
         raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}", "1 takes a batch as a whole")
-    check_module(module, has_weights=execution.weights is not None)
+    check_module(module, has_weights=execution.weights is not None or execution.planned is not None)
     if verify and ngpu != 0:
         raise UsageError(f"verify= compares with PyTorch on CPUs, which draws other random numbers than GPUs, got ngpu={ngpu}", "use ngpu=0")
     if execution.compiled:

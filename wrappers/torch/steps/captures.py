@@ -21,7 +21,7 @@ from ..capture.batches import signature_of
 from ..capture.capture import CaptureTerms, Function
 from ..capture.objectives import call
 from ..capture.values import HostValues
-from ..guards.snapshots import RandomState, Snapshot
+from ..guards.snapshots import Snapshot
 from ..guards.world import World
 from ..tasks.calls import Call, Capture, Carried, Ref, Storage
 from ..tasks.step import Pass
@@ -71,9 +71,10 @@ class Captures:
         objective: function of the module and a batch that returns the loss.
         terms: tiles, compiler and devices for which passes are captured.
         roots: further objects from which state of Python is reachable, by name.
-        keeps_effects: whether state of Python that a pass changes stays changed, as after a call of the module.
-        quiet: function that waits until nothing computes, called before a pass is captured.
         shared: names of buffers that share memory in the module, which no pass may change, because they are separate in a session.
+
+    Attributes:
+        quiet: function that waits until nothing computes, called before a pass is captured; None as long as nothing computes.
     """
 
     def __init__(
@@ -83,12 +84,11 @@ class Captures:
         terms: PassTerms,
         *,
         roots: Mapping[str, Any] | None = None,
-        keeps_effects: bool = True,
-        quiet: Callable[[], object] | None = None,
         shared: Collection[str] = (),
     ) -> None:
         self.module, self.terms = module, terms
-        self.objective, self._keeps_effects, self._quiet = objective, keeps_effects, quiet
+        self.objective = objective
+        self.quiet: Callable[[], object] | None = None
         own: dict[int, str] = {}
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
@@ -139,17 +139,28 @@ class Captures:
                 del self._passes[next(iter(self._passes))]
         return _use(same, new_pass.captured, host, ran=True)
 
+    def passes_over(self, minibatches: Sequence[Mapping[str, Any]], purpose: Purpose, divisor: int, values: Values | None = None) -> list[PassUse]:
+        """Return the uses of the passes over the minibatches of one step, as `pass_over` does for one.
+
+        Args:
+            values: values of tensors, for decisions of the module; None if there are none.
+        """
+        uses: list[PassUse] = []
+        for number, each in enumerate(minibatches):
+            taken = [use.tasks for use in uses]
+            uses.append(self.pass_over(each, purpose, divisor, None if values is None else values(each, number), taken))
+        return uses
+
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
         self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each[0].tasks in passes])}
         self._forms = {key: alive for key, tasks in self._forms.items() if (alive := [each for each in tasks if each in passes])}
 
     def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
-        if self._quiet is not None:
-            self._quiet()
+        if self.quiet is not None:
+            self.quiet()
         function = call if purpose == "predict" else self.objective
         how = CaptureTerms(purpose == "train", divisor, self.terms.on_gpus, self.world, values, self.own)
-        before = () if self._keeps_effects else (self.world.walked(), RandomState())
         try:
             if purpose == "train":
                 return pass_of(self.module, minibatch, function, self.terms, how)
@@ -157,8 +168,6 @@ class Captures:
                 return pass_of(self.module, minibatch, function, self.terms, how)
         finally:
             self.world.note_run()
-            for state in before:
-                state.restore()
 
     def _note_anew(self, changed: Sequence[str]) -> None:
         """Count captures in a row, and warn once if there are many.

@@ -11,9 +11,12 @@ from typing import Any, Final
 import torch
 
 from nntask.planning import CapturedStep, untouched
-from scheduler import CapturingRuntime
+from scheduler import CapturingRuntime, Handle
+from scheduler.machine import Binding
+from tiles import TileTensor
 
 from ..capture.capture import CaptureTerms, Function, capture
+from ..tasks.calls import Storage
 from ..tasks.chains import ChainCompiler
 from ..tasks.cuts import cut_parameters
 from ..tasks.step import Pass
@@ -41,6 +44,25 @@ class PassTerms:
     tiles: Mapping[str, tuple[int, int]]
     compiler: ChainCompiler | None = None
     on_gpus: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedPasses(CapturedStep):
+    """A captured step of passes, on symbolic handles by which a session runs it.
+
+    Attributes:
+        passes: the pass over each minibatch.
+        minibatches: arguments of each pass; tensors have only shapes and types that count.
+        data: data that exists before the step, by name (`StepTasks.named_data`).
+        outputs: handles of the outputs of each pass.
+        squares: the gradient's sum of squares; None without an update.
+    """
+
+    passes: Sequence[Pass]
+    minibatches: Sequence[Mapping[str, Any]]
+    data: Mapping[str, Binding]
+    outputs: Sequence[Mapping[Storage, Handle]]
+    squares: TileTensor | None
 
 
 def pass_of(module: torch.nn.Module, minibatch: Mapping[str, Any], function: Function, terms: PassTerms, how: CaptureTerms) -> Pass:
@@ -74,7 +96,7 @@ def captured_step(
     *,
     max_norm: float = 0.0,
     weights: Path | None = None,
-) -> CapturedStep:
+) -> CapturedPasses:
     """Return the step of some passes in the planner's form.
 
     Args:
@@ -96,8 +118,18 @@ def captured_step(
     update = None if optimizer is None else optimizer_on(optimizer, module, state.parameters, max_norm)
     emission = StepTasks(passes, state, minibatches)
     with dry.record():
-        outputs = emission.submit(key, update)
-    del outputs
+        outputs, squares = emission.submit(key, update)
     of_optimizer = {} if update is None else update.tensors()
     dry.plan.idle = untouched(dry.plan, [*state.tensors().values(), *of_optimizer.values()])
-    return CapturedStep(dry.plan, tensors, {}, of_optimizer, dry.reading_nbytes)
+    return CapturedPasses(
+        dry.plan,
+        tensors,
+        {},
+        of_optimizer,
+        dry.reading_nbytes,
+        passes=passes,
+        minibatches=minibatches,
+        data=emission.named_data(key, update),
+        outputs=outputs,
+        squares=squares,
+    )

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from nntask import UsageError
 from nntask.optim import Optimizer
 from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
-from scheduler.machine import labelled
+from scheduler.machine import Binding, labelled
 from tiles import TileTensor
 
 from ..capture.batches import layout_of, memory_of
@@ -64,6 +64,30 @@ class StepTasks:
             with labelled(phase="update", path=""):
                 runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
         return all_outputs, optimizer.grad_norm
+
+    def named_data(self, key: TileTensor, optimizer: Optimizer | None) -> dict[str, Binding]:
+        """Return the data that exists before the step, by name: the module's tensors, constants, state of the optimizer, and inputs."""
+        learnt = frozenset[str]() if optimizer is None else frozenset(name for name, _ in self._passes[0].captured.gradients)
+        written = {
+            handles[storage].record
+            for each, handles in zip(self._passes, self._handles, strict=True)
+            for segment in each.segments
+            for storage in segment.updates
+            if storage in handles
+        }
+
+        def bound(handles: Sequence[Handle], *, is_learnt: bool = False) -> Binding:
+            return Binding(handles, is_learnt or any(handle.record in written for handle in handles))
+
+        constants = {handle.record: handle for handles in self._handles for storage, handle in handles.items() if storage.role == "constant"}
+        data = {f"the module's {name}": bound(tensor.handles, is_learnt=name in learnt) for name, tensor in self._state.tensors().items()}
+        data |= {f"constant {number}": bound([handle]) for number, handle in enumerate(constants.values())}
+        data |= {f"{name} of minibatch {number}": bound(each.handles) for number, inputs in enumerate(self.inputs) for name, each in inputs.items()}
+        data["random key"] = Binding(key.handles)
+        if optimizer is not None:
+            data |= {f"the optimizer's {name}": Binding(tensor.handles, is_written=True) for name, tensor in optimizer.tensors().items()}
+            data["options of the optimizer"] = Binding(optimizer.hyper.handles)
+        return data
 
     def _copies_of_buffers(self) -> dict[str, TileTensor]:
         """Return copies of the buffers that the passes change, by name, so that a failed step leaves buffers unchanged."""

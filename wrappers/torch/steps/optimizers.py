@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -19,22 +19,32 @@ import torch
 from torch.optim import optimizer as torch_hooks
 
 from nntask import SGD, Adam, AdamW, DataError, Group, Parameter, UsageError
-from nntask.optim import Optimizer, Options
+from nntask.optim import AdamW8bit, Muon, Optimizer, Options
 
-_NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+from .muon import AdamW8bitOptions, MuonWithAdamW, members_of, muon_of, newton_schulz_of, paired
+
+_NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "muon": MuonWithAdamW,
+    "adamw8bit": AdamW8bitOptions,
+}
 _ZERO: Final = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "decoupled_weight_decay": False}
 """Options of PyTorch's optimizers that are not implemented -> the only allowed value."""
+_FIXED: Final = (*_ZERO, "ns_coefficients", "ns_steps", "adjust_lr_fn")
+"""Options that may not change while a session is open."""
 _OPTIONS: Final = ("lr", "betas", "momentum", "weight_decay", "eps")
 """Options that every step reads if an optimizer has them; they may change between steps and differ between groups."""
 
 
 def torch_optimizer(
-    optimizer: str | torch.optim.Optimizer, module: torch.nn.Module, lr: float | None, options: Mapping[str, Any]
+    optimizer: str | torch.optim.Optimizer | Sequence[torch.optim.Optimizer], module: torch.nn.Module, lr: float | None, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a session as an instance of PyTorch's; it holds the options and the learning rate, and never runs.
 
     Args:
-        optimizer: a name, or an instance.
+        optimizer: a name, an instance, or a torch.optim.Muon and a torch.optim.AdamW.
         module: module whose parameters it updates.
         lr: learning rate of an optimizer given by name; None for PyTorch's default.
         options: further options of an optimizer given by name.
@@ -50,33 +60,45 @@ def torch_optimizer(
             raise UsageError("the module has no parameter that is learnt", "set requires_grad of one")
         given = {**({} if lr is None else {"lr": lr}), **options}
         try:
-            instance = _NAMES[optimizer](learnt, **given)
+            instance = muon_of(module, given) if optimizer == "muon" else _NAMES[optimizer](learnt, **given)
+        except UsageError:
+            raise
         except (TypeError, ValueError) as error:
-            raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {given}: {error}", "see its documentation") from None
+            kind = {"muon": "Muon", "adamw8bit": "AdamW"}.get(optimizer, _NAMES[optimizer].__name__)
+            raise UsageError(f"torch.optim.{kind} refuses {given}: {error}", "see its documentation") from None
         return _checked(instance)
     if options:
         raise UsageError(f"Session has no argument {next(iter(options))}=, and an optimizer that is an instance has its options", "leave it out")
     if lr is not None:
         raise UsageError("an optimizer that is an instance has its options", "leave out lr= and the other options, or give its name")
-    return _checked(optimizer)
+    if isinstance(optimizer, Sequence):
+        return _checked(paired(optimizer))
+    return _checked(paired([optimizer]) if isinstance(optimizer, torch.optim.Muon) else optimizer)
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if type(optimizer) not in _NAMES.values():
-        names = ", ".join(f"torch.optim.{each.__name__}" for each in _NAMES.values())
+        names = ", ".join(f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW", "Muon"))
         raise UsageError(f"optimizer must be one of {names}, got {type(optimizer).__name__}", "use one of them")
     for number, group in enumerate(optimizer.param_groups):
         for option, value in _ZERO.items():
-            is_adamw = option == "decoupled_weight_decay" and isinstance(optimizer, torch.optim.AdamW)
-            if group.get(option, value) != value and not is_adamw:
+            is_free = option == "decoupled_weight_decay" and "amsgrad" in group and not _has_l2(optimizer)
+            is_free |= option == "nesterov" and newton_schulz_of(group) is not None
+            if group.get(option, value) != value and not is_free:
                 raise UsageError(f"{option} of {type(optimizer).__name__} must be {value}, got {group[option]}", "leave it out")
         options_of(number, group)
-    _check_hooks(optimizer)
-    if isinstance(optimizer.state, _StateElsewhere):
-        raise UsageError("the optimizer is that of another session, which is open", "close that session first, or make another optimizer")
-    if optimizer.state:
-        raise UsageError("the optimizer has taken steps already, and its state would be lost", "make a new one, and resume with session.resume")
+    for member in members_of(optimizer):
+        _check_hooks(member)
+        if isinstance(member.state, _StateElsewhere):
+            raise UsageError("the optimizer is that of another session, which is open", "close that session first, or make another optimizer")
+        if member.state:
+            raise UsageError("the optimizer has taken steps already, and its state would be lost", "make a new one, and resume with session.resume")
     return optimizer
+
+
+def _has_l2(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether weight decay is added to the gradient."""
+    return not isinstance(optimizer, torch.optim.AdamW | MuonWithAdamW)
 
 
 def options_of(number: int, group: Mapping[str, Any]) -> Options:
@@ -106,8 +128,8 @@ def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, para
         UsageError: the optimizer lacks a trainable parameter, or has one that the module lacks.
     """
     groups = [
-        Group([parameters[name]], options.weight_decay)
-        for names, options in zip(_names_in_groups(optimizer, module), _all_options(optimizer), strict=True)
+        Group([parameters[name]], options.weight_decay, newton_schulz_of(group))
+        for names, options, group in zip(_names_in_groups(optimizer, module), _all_options(optimizer), optimizer.param_groups, strict=True)
         for name in names
         if name in parameters  # an empty parameter stays in the module
     ]
@@ -119,7 +141,9 @@ def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, para
     first = options_of(0, optimizer.param_groups[0])
     if isinstance(optimizer, torch.optim.SGD):
         return SGD(groups, first.lr, momentum=max(options.first for options in _all_options(optimizer)), max_norm=max_norm)
-    kind = AdamW if isinstance(optimizer, torch.optim.AdamW) else Adam
+    if isinstance(optimizer, MuonWithAdamW):
+        return Muon(groups, first.lr, max_norm=max_norm)  # every step writes the options of each group
+    kind = AdamW8bit if isinstance(optimizer, AdamW8bitOptions) else AdamW if isinstance(optimizer, torch.optim.AdamW) else Adam
     return kind(groups, first.lr, betas=(first.first, first.second), eps=first.eps, max_norm=max_norm)
 
 
@@ -165,6 +189,11 @@ class SessionOptimizer:
         self._skipped = dict.fromkeys(self._rows, 0)  # number of steps so far without a gradient of the parameter
         self._terms, self._members = self._terms_now(), self._members_now()
 
+    @property
+    def has_twin(self) -> bool:
+        """Whether an optimizer of PyTorch takes the same steps from the same state, up to rounding in fp32."""
+        return not isinstance(self.options, MuonWithAdamW | AdamW8bitOptions)
+
     def check(self) -> None:
         """Check that the optimizer was changed only by the options of its groups.
 
@@ -174,7 +203,8 @@ class SessionOptimizer:
         state = self.options.state
         if not isinstance(state, _StateElsewhere):
             raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}", _STATE_REMEDY)
-        _check_hooks(self.options)
+        for member in members_of(self.options):
+            _check_hooks(member)
         members = self._members_now()
         if members != self._members:
             before, now = ([len(each) for each in groups] for groups in (self._members, members))
@@ -209,7 +239,8 @@ class SessionOptimizer:
     def note_step(self, updated: Collection[str]) -> None:
         """Count a step that has begun; PyTorch's schedulers see it like a step of the optimizer itself."""
         self._skip(1, [name for name in self._skipped if name not in updated])
-        self.options._opt_called = True
+        for member in members_of(self.options):
+            member._opt_called = True
 
     def note_left_out(self, updated: Collection[str], *, keeps_number: bool) -> None:
         """Note that a step that had begun has failed and was left out.
@@ -271,8 +302,8 @@ class SessionOptimizer:
             if name not in self._skipped:  # frozen when the session was made, so without state; trainable parameters may be frozen for a while
                 terms[f"requires_grad of {name}"] = parameter.requires_grad
         for number, group in enumerate(self.options.param_groups):
-            terms.update({f"{option} of group {number}": value for option, value in group.items() if option in _ZERO})
-            if "momentum" in group:
+            terms.update({f"{option} of group {number}": value for option, value in group.items() if option in _FIXED})
+            if "momentum" in group and newton_schulz_of(group) is None:
                 terms[f"whether group {number} has momentum"] = bool(group["momentum"])
         return terms
 
@@ -301,15 +332,17 @@ def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def refuse(name: str) -> NoReturn:
         raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state", _STATE_REMEDY)
 
-    hooks = [
-        optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")),
-        optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")),
-    ]
-    before, optimizer.state = optimizer.state, _StateElsewhere()
+    whole = {id(each): each for each in (optimizer, *members_of(optimizer))}.values()
+    hooks = [each.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")) for each in whole]
+    hooks += [each.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")) for each in whole]
+    before = [each.state for each in whole]
+    for each in whole:
+        each.state = _StateElsewhere()
     try:
         yield
     finally:
-        optimizer.state = before
+        for each, state in zip(whole, before, strict=True):
+            each.state = state
         for hook in hooks:
             hook.remove()
 

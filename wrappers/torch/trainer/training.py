@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +17,21 @@ from nntask.checkpoints import Checkpoint
 from nntask.config import LanguageRun, OptimizerSpec, TrainSettings, resolve_untiled
 from nntask.hardware import FlopCounts, MachineModel, MachineRequest, check_budgets, requested_devices, reuse_freed_memory, this_machine, with_budgets
 from nntask.io import parse_size
-from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, thriftiest_needs
+from nntask.planning import CapturedStep, Needs, least_needs, more_memory, no_collections, plan_step
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime
+from scheduler.planning import PlannedOrder
 
 from ..capture.objectives import loss_of, objective_of, scalar
 from ..releases import check_packages
+from ..session.arguments import PlannedPasses
 from ..session.memory import outside_budget
+from ..session.python_state import undone_on_failure
 from ..session.session import Session
 from ..steps.captures import Captures
-from ..steps.dry import PassTerms, captured_step
+from ..steps.dry import CapturedPasses, PassTerms, captured_step
+from ..steps.modules import shared_buffers
+from ..steps.muon import AdamW8bitOptions, muon_of
 from ..tasks.calls import Capture
 from ..tasks.cuts import LARGEST_TILE, tiles_of
 from ..tasks.segments import flops_of
@@ -122,7 +126,7 @@ class TorchModel:
             config.recompute_blocks()
         module = config.module
         self._terms = PassTerms(tiles_of(module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
-        self._captures = Captures(module, scalar(objective_of(loss_of)), self._terms, keeps_effects=False)
+        self._captures = Captures(module, scalar(objective_of(loss_of)), self._terms, shared=shared_buffers(module))
 
     @property
     def rows_of_tiles(self) -> dict[str, int]:
@@ -138,18 +142,20 @@ class TorchModel:
         """
         self._collator(run).check()
 
-    def capture(self, run: LanguageRun) -> CapturedStep:
+    def capture(self, run: LanguageRun) -> CapturedPasses:
         """Return the run's step, captured from shapes; weights of a new run are attached.
 
         Raises:
             UsageError: the model cannot be captured.
             DataError: the directory does not hold the model's weights.
         """
-        module, example = self._config.module, self._example(run)
-        count = run.step.num_minibatches
-        passes = [self._pass(run)] * count
+        module, count = self._config.module, run.step.num_minibatches
+        minibatches = [self._collator(run).example(run.step.minibatch, run.model.seq_len)] * count
+        with undone_on_failure(self._captures.world) as undo:
+            passes = [use.tasks for use in self._captures.passes_over(minibatches, "train", count)]
+            undo()  # the session begins with the state of Python that this capture found
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
-        captured = captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
+        captured = captured_step(module, optimizer, passes, minibatches, self._terms, max_norm=clip, weights=run.start.directory)
         return captured.recomputing(run.step.recompute)
 
     def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
@@ -159,20 +165,20 @@ class TorchModel:
             return remedies
         smaller = replace(run, step=replace(run.step, minibatch=1))
         captured = self.capture(smaller)
-        if thriftiest_needs(captured.plan, target, run.step.recompute, quick=True, reading=captured.reading).fit(target):
+        if least_needs(captured.plan, target, run.step.recompute, quick=True, reading=captured.reading).fit(target):
             remedies.append("--minibatch 1")
         return remedies
 
     @contextmanager
-    def open(self, run: LanguageRun, runtime: Runtime) -> Iterator[Opened]:
-        """Yield the engine on the runtime of the run; a checkpoint's weights are attached first, and loading it replaces them."""
+    def open(self, run: LanguageRun, runtime: Runtime, step: CapturedStep, order: PlannedOrder) -> Iterator[Opened]:
+        """Yield the engine on the runtime of the run; a checkpoint gives its weights later."""
+        assert isinstance(step, CapturedPasses)  # `capture` has returned it
         reuse_freed_memory()
-        module, counts, start = self._config.module, self._counts(run), run.start
+        module, counts = self._config.module, _counts(run, step.passes[0])
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
-        weights: Path | None = start.directory if start.resumed is None else start.resumed.path
-        terms: dict[str, Any] = {"max_grad_norm": clip, "seed": run.model.seed, "on": (run.machine, runtime)}
-        terms |= {"order": run.step.order, "recompute": run.step.recompute}
-        with Session(module, optimizer, minibatches=run.step.num_minibatches, weights=weights, **terms) as session:
+        terms: dict[str, Any] = {"max_grad_norm": clip, "seed": run.model.seed, "on": (run.machine, runtime), "weights": run.start.directory}
+        terms |= {"order": run.step.order, "recompute": run.step.recompute, "planned": PlannedPasses(self._captures, step, order)}
+        with Session(module, optimizer, minibatches=run.step.num_minibatches, **terms) as session:
             engine = TorchEngine(run, session, self._collator(run))
             says_bits, about = self._config.kind == "causal", partial(self._about, run, engine)
             yield Opened(engine, counts, about, says_bits=says_bits, config=self._config.to_dict())
@@ -188,19 +194,6 @@ class TorchModel:
             self._made = Collator(self._config.kind, load_tokenizer(run.data.tokenizer_path), self._config.module, run.model.seed)
         return self._made
 
-    def _example(self, run: LanguageRun) -> dict[str, Any]:
-        return self._collator(run).example(run.step.minibatch, run.model.seq_len)
-
-    def _pass(self, run: LanguageRun) -> Pass:
-        """Return the pass over a minibatch."""
-        return self._captures.pass_over(self._example(run), "train", run.step.num_minibatches).tasks
-
-    def _counts(self, run: LanguageRun) -> FlopCounts:
-        """Return the floating-point operations of one sequence, counted over the captured calls."""
-        forward, both = flops_in(self._pass(run).captured)
-        each = 1 / run.step.minibatch
-        return FlopCounts(forward * each, (both - forward) * each, both * each, "products of a step")
-
 
 def optimizer_of(spec: OptimizerSpec, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer for a run; matrices decay, vectors do not."""
@@ -209,10 +202,19 @@ def optimizer_of(spec: OptimizerSpec, module: torch.nn.Module) -> torch.optim.Op
         for is_matrix in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
+    if spec.kind == "muon":
+        options = {"lr": spec.lr, "weight_decay": spec.weight_decay, "momentum": spec.momentum, "betas": (spec.beta1, spec.beta2), "eps": spec.eps}
+        return muon_of(module, options, vectors_decay=False)
     if spec.kind == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum)
-    kind = torch.optim.Adam if spec.kind == "adam" else torch.optim.AdamW
-    return kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamw8bit": AdamW8bitOptions}
+    return kinds[spec.kind](groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+
+
+def _counts(run: LanguageRun, one: Pass) -> FlopCounts:
+    """Return the floating-point operations of one sequence, counted over the captured calls of a minibatch."""
+    forward, both = (flops / run.step.minibatch for flops in flops_in(one.captured))
+    return FlopCounts(forward, both - forward, both, "products of a step")
 
 
 def flops_in(captured: Capture) -> tuple[float, float]:

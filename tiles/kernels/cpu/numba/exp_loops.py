@@ -70,12 +70,17 @@ def erf_of_all(x: Array) -> None:
         x[i] = f32(math.erf(np.float64(x[i])))
 
 
+@inlined(EXACT)
+def _silu(x: Any) -> Any:
+    """Return x sigmoid(x) for one fp32 number."""
+    return x / (ONE + _bounded_exp(-x))
+
+
 @compiled(REASSOCIATE)
 def silu_gate(gate: Array, up: Array, y: Array) -> None:
     """y = gate sigmoid(gate) up  # (N,)."""
     for i in range(gate.size):
-        a = gate[i]
-        y[i] = a / (ONE + _bounded_exp(-a)) * up[i]
+        y[i] = _silu(gate[i]) * up[i]
 
 
 @compiled(REASSOCIATE)

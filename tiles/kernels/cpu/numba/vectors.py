@@ -45,6 +45,13 @@ def store(builder: Any, value: Any, address: Any, offset: int) -> None:
     builder.store(value, builder.inttoptr(builder.add(address, constant(I64, offset)), value.type.as_pointer()), align=1)
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Let the processor begin to read the cache line at `address`, which may lie beyond all data."""
+    kinds = (I8.as_pointer(), I32, I32, I32)
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+    builder.call(function, [builder.inttoptr(address, kinds[0]), *(constant(I32, value) for value in (0, 2, 1))])
+
+
 def spread(builder: Any, value: Any) -> Any:
     """Return a vector with a number in all lanes."""
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)

@@ -193,6 +193,18 @@ def adam(param: Array, grad: Array, m: Array, v: Array, hyper: Array, *rest: Arr
     _update("adam", param, (grad, m, v, hyper), rest, int(clip), {**constants, "clip": clip})
 
 
+@register_bf16("adam8bit", takes=_takes_master)
+def adam8bit(param: Array, *tiles: Array, clip: bool, **constants: Any) -> None:
+    """AdamW on moments in 8 bits; `tiles` are grad, m, its scales, v, its scales, hyper, [norm,] master."""
+    _update("adam8bit", param, tiles[:6], tiles[6:], int(clip), {**constants, "clip": clip})
+
+
+@register_bf16("muon_update", takes=_takes_master)
+def muon_update(param: Array, x: Array, hyper: Array, *rest: Array, **constants: Any) -> None:
+    """The last task of Muon; `rest` is the master."""
+    _update("muon_update", param, (x, hyper), rest, 0, constants)
+
+
 @register_bf16("sgd", takes=_takes_master)
 def sgd(param: Array, grad: Array, hyper: Array, *rest: Array, has_buffer: bool, clip: bool, **constants: Any) -> None:
     """SGD; `rest` is [buffer if `has_buffer`,] [norm,] master, [scratch]."""

@@ -97,6 +97,13 @@ template <int N, class U> __device__ inline Numbers<U, N> load(const U *x) { ret
 
 template <int N, class U> __device__ inline void store(U *x, Numbers<U, N> numbers) { *(Numbers<U, N> *)x = numbers; }
 
+// a + b, rounded
+template <int N> __device__ inline Numbers<T, N> sum_of(Numbers<T, N> a, Numbers<T, N> b) {
+    UNROLLED
+    for (int e = 0; e < N; e++) a.x[e] = narrow<T>(widen(a.x[e]) + widen(b.x[e]));
+    return a;
+}
+
 // A loop over the pieces of N numbers of `count`, i the first number of each: this thread's share of them
 #define EACH_PIECE(i, N, count)                                                                                    \
     for (long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * N; i < (count); i += (long long)gridDim.x * blockDim.x * N)

@@ -72,6 +72,11 @@ KERNEL fill(T *out, float value, long long count) {
 }
 EXPORT(fill)
 
+KERNEL fill_bytes(unsigned char *out, int value, long long count) {
+    EACH(i, count) out[i] = (unsigned char)value;
+}
+EXPORT(fill_bytes)
+
 KERNEL to_float(const T *x, float *out, long long count) {
     map(count, [](float x) { return x; }, out, x);
 }
@@ -299,6 +304,43 @@ KERNEL column_sums(Columns given) {
         sums_of_columns<1>(given.x[tile], out, block, pieces, rows, width, accumulate, buffer);
 }
 EXPORT(column_sums)
+
+// dx = dy activation'(x), and the sums of its columns in the order of `column_sums`; two rows at a time, so that more reads are under way
+template <int N, int KIND>
+__device__ inline void activation_sums_of(
+    const T *x, const T *dy, T *dx, float *out, int num_pieces, int num_rows, int width, int accumulate, float *buffer) {
+    int column = (blockIdx.x * 32 + threadIdx.x % 32) * N, end = first_of_piece(num_rows, blockIdx.y + 1, num_pieces);
+    float sums[N] = {};
+    if (column < width)
+        for (int r = first_of_piece(num_rows, blockIdx.y, num_pieces) + threadIdx.x / 32; r < end; r += 2 * LANES) {
+            long long at = (long long)r * width + column, next = at + (r + LANES < end ? (long long)LANES * width : 0);
+            Numbers<T, N> z = load<N>(x + at), d = load<N>(dy + at), later = load<N>(x + next), more = load<N>(dy + next);
+            UNROLLED
+            for (int e = 0; e < N; e++) {
+                d.x[e] = narrow<T>(widen(d.x[e]) * slope(widen(z.x[e]), KIND));
+                more.x[e] = narrow<T>(widen(more.x[e]) * slope(widen(later.x[e]), KIND));
+                sums[e] += widen(d.x[e]);
+                if (next != at) sums[e] += widen(more.x[e]);
+            }
+            store<N>(dx + at, d);
+            store<N>(dx + next, more);
+        }
+    add_lanes<N>(sums, buffer, out + (num_pieces > 1 ? (long long)blockIdx.y * width : 0), column, width, accumulate);
+}
+
+// Grid: (groups of columns, pieces of rows). dx may be dy.
+KERNEL activation_sums(
+    const T *x, const T *dy, T *dx, float *partial, float *total, int kind, int num_rows, int width, int accumulate, int is_wide) {
+    SHARED(float, buffer);
+    int pieces = gridDim.y;
+    float *out = pieces > 1 ? partial : total;
+    accumulate = pieces == 1 && accumulate;
+    if (is_wide)
+        BY_KIND(kind, activation_sums_of<4, K>(x, dy, dx, out, pieces, num_rows, width, accumulate, buffer))
+    else
+        BY_KIND(kind, activation_sums_of<1, K>(x, dy, dx, out, pieces, num_rows, width, accumulate, buffer))
+}
+EXPORT(activation_sums)
 
 // total (+)= sums of all pieces; 32 columns a block
 KERNEL column_sums_of_pieces(Columns given) {

@@ -1,4 +1,5 @@
-// Layer norm, RMS norm and sums of exponentials: one block per row, of a power of two of threads from 32 on.
+// Layer norm, RMS norm and sums of exponentials. Kernels over rows have one block per row, of a power of two of threads from 32 on: the fewer threads,
+// the fewer instructions, so tall arrays have a warp for each row. A block of norm_backward has one lane of a piece of the rows.
 //
 // Where the width is cut into tiles, sums are chained over them and the row is finished in a second pass.
 
@@ -12,15 +13,16 @@
 // N numbers at a time: what is read again is still in the cache
 template <int N>
 __device__ inline void normalise_row(
-    const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width, float *buffer) {
+    const T *x, const T *r, const T *bias, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width,
+    float *buffer) {
     const T *in = r ? s : x;
     float sum = 0.0f;
     PIECES_OF_ROW(j, N) {
         Numbers<T, N> a = load<N>(x + j);
         if (r) {
             Numbers<T, N> more = load<N>(r + j);
-            UNROLLED
-            for (int e = 0; e < N; e++) a.x[e] = narrow<T>(widen(a.x[e]) + widen(more.x[e]));
+            if (bias) more = sum_of<N>(more, load<N>(bias + j));
+            a = sum_of<N>(a, more);
             store<N>(s + j, a);
         }
         UNROLLED
@@ -46,58 +48,117 @@ __device__ inline void normalise_row(
     }
 }
 
-// [s = x + r;] y = (s - mean) rstd (gamma + offset) [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
-KERNEL normalise(const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width) {
+// [s = x + (r [+ bias]);] y = (s - mean) rstd (gamma + offset) [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
+KERNEL normalise(
+    const T *x, const T *r, const T *bias, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width) {
     SHARED(float, buffer);
     const T *more = r ? ROW(r) : r;
     T *sum = s ? ROW(s) : s;
     mean += blockIdx.x;
     rstd += blockIdx.x;
-    if (width % WIDE == 0 && are_aligned(x, r, gamma, beta, s, y))
-        normalise_row<WIDE>(ROW(x), more, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
+    if (width % WIDE == 0 && are_aligned(x, r, bias, gamma, beta, s, y))
+        normalise_row<WIDE>(ROW(x), more, bias, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
     else
-        normalise_row<1>(ROW(x), more, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
+        normalise_row<1>(ROW(x), more, bias, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
 }
 EXPORT(normalise)
 
+// Slopes by y: dy, or the sum of two or three arrays, rounded after each addition
+template <int N> __device__ inline Numbers<T, N> slopes_of(const T *dy, const T *second, const T *third, long long at) {
+    Numbers<T, N> d = load<N>(dy + at);
+    if (second) d = sum_of<N>(d, load<N>(second + at));
+    if (third) d = sum_of<N>(d, load<N>(third + at));
+    return d;
+}
+
+// Rows first, first + LANES, ... before `end`; `sums` (2 or 3, width) are those of dy xhat, dy and, if `has_columns`, dx over these rows. The thread of
+// a column adds them up.
 template <int N>
-__device__ inline void norm_backward_row(
-    const T *x, const T *gamma, float m, float s, const T *dy, const T *extra, T *dx, float offset, int is_centered, int width, float *buffer) {
-    float plain = 0.0f, weighted = 0.0f;
+__device__ inline void norm_backward_rows(
+    const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *second, const T *third, const T *extra, T *dx, float *sums,
+    float offset, int first, int end, int width, int has_columns, float *buffer) {
     PIECES_OF_ROW(j, N) {
-        Numbers<T, N> a = load<N>(x + j), factor = load<N>(gamma + j), d = load<N>(dy + j);
         UNROLLED
-        for (int e = 0; e < N; e++) {
-            float g = widen(d.x[e]) * (widen(factor.x[e]) + offset);
-            plain += g;
-            weighted += g * (widen(a.x[e]) - m) * s;
-        }
+        for (int e = 0; e < N; e++) sums[j + e] = sums[width + j + e] = 0.0f;
+        if (has_columns) store<N>(sums + 2 * width + j, load<N>(sums + j));
     }
-    plain = is_centered ? block_sum(plain, buffer) / width : 0.0f;
-    weighted = block_sum(weighted, buffer) / width;
-    PIECES_OF_ROW(j, N) {
-        Numbers<T, N> a = load<N>(x + j), factor = load<N>(gamma + j), d = load<N>(dy + j), more = extra ? load<N>(extra + j) : d;
-        UNROLLED
-        for (int e = 0; e < N; e++) {
-            float xhat = (widen(a.x[e]) - m) * s;
-            float slope = s * (widen(d.x[e]) * (widen(factor.x[e]) + offset) - plain - xhat * weighted);
-            a.x[e] = narrow<T>(extra ? slope + widen(more.x[e]) : slope);
+    for (int r = first; r < end; r += LANES) {
+        long long row = (long long)r * width;
+        float m = mean ? mean[r] : 0.0f, s = rstd[r], plain = 0.0f, weighted = 0.0f;
+        PIECES_OF_ROW(j, N) {
+            Numbers<T, N> a = load<N>(x + row + j), factor = load<N>(gamma + j), d = slopes_of<N>(dy, second, third, row + j);
+            Numbers<float, N> scaled = load<N>(sums + j), shifted = load<N>(sums + width + j);
+            UNROLLED
+            for (int e = 0; e < N; e++) {
+                float slope = widen(d.x[e]), xhat = (widen(a.x[e]) - m) * s, g = slope * (widen(factor.x[e]) + offset);
+                plain += g;
+                weighted += g * xhat;
+                scaled.x[e] += slope * xhat;
+                shifted.x[e] += slope;
+            }
+            store<N>(sums + j, scaled);
+            store<N>(sums + width + j, shifted);
         }
-        store<N>(dx + j, a);
+        plain = mean ? block_sum(plain, buffer) / width : 0.0f;
+        weighted = block_sum(weighted, buffer) / width;
+        PIECES_OF_ROW(j, N) {
+            Numbers<T, N> a = load<N>(x + row + j), factor = load<N>(gamma + j), d = slopes_of<N>(dy, second, third, row + j);
+            Numbers<T, N> more = extra ? load<N>(extra + row + j) : d;
+            UNROLLED
+            for (int e = 0; e < N; e++) {
+                float xhat = (widen(a.x[e]) - m) * s;
+                float slope = s * (widen(d.x[e]) * (widen(factor.x[e]) + offset) - plain - xhat * weighted);
+                a.x[e] = narrow<T>(extra ? slope + widen(more.x[e]) : slope);
+            }
+            store<N>(dx + row + j, a);
+            if (has_columns) {
+                Numbers<float, N> columns = load<N>(sums + 2 * width + j);
+                UNROLLED
+                for (int e = 0; e < N; e++) columns.x[e] += widen(a.x[e]);
+                store<N>(sums + 2 * width + j, columns);
+            }
+        }
     }
 }
 
-// dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ extra], g = dy (gamma + offset); without mean: RMS norm
-KERNEL norm_backward(const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *extra, T *dx, float offset, int width) {
+// dx = rstd (g - mean(g) - xhat mean(g xhat)) [+ extra], g = dy (gamma + offset); without mean: RMS norm. A block has one lane of a piece of the rows,
+// and writes the sums of dy xhat, dy and, if there are three of them, dx over its rows to partial (pieces, LANES, num_sums, width). They are kept in
+// shared memory until then, or in partial itself if `is_shared` is 0.
+KERNEL norm_backward(
+    const T *x, const T *gamma, const float *mean, const float *rstd, const T *dy, const T *second, const T *third, const T *extra, T *dx, float *partial,
+    float offset, int num_rows, int width, int num_sums, int is_shared) {
     SHARED(float, buffer);
-    float m = mean ? mean[blockIdx.x] : 0.0f, s = rstd[blockIdx.x];
-    const T *more = extra ? ROW(extra) : extra;
-    if (width % WIDE == 0 && are_aligned(x, gamma, dy, extra, dx))
-        norm_backward_row<WIDE>(ROW(x), gamma, m, s, ROW(dy), more, ROW(dx), offset, mean != 0, width, buffer);
+    float *own = partial + (long long)blockIdx.x * num_sums * width, *sums = is_shared ? buffer + 32 : own;
+    int piece = blockIdx.x / LANES, num_pieces = gridDim.x / LANES;
+    int first = first_of_piece(num_rows, piece, num_pieces) + blockIdx.x % LANES, end = first_of_piece(num_rows, piece + 1, num_pieces);
+    if (width % WIDE == 0 && are_aligned(x, gamma, dy, second, third, extra, dx))
+        norm_backward_rows<WIDE>(x, gamma, mean, rstd, dy, second, third, extra, dx, sums, offset, first, end, width, num_sums > 2, buffer);
     else
-        norm_backward_row<1>(ROW(x), gamma, m, s, ROW(dy), more, ROW(dx), offset, mean != 0, width, buffer);
+        norm_backward_rows<1>(x, gamma, mean, rstd, dy, second, third, extra, dx, sums, offset, first, end, width, num_sums > 2, buffer);
+    if (!is_shared) return;
+    __syncthreads();
+    for (int j = threadIdx.x; j < num_sums * width; j += blockDim.x) own[j] = sums[j];
 }
 EXPORT(norm_backward)
+
+// Each total, which may be null, (+)= its sums over lanes and pieces, in the order of `column_sums`; grid: (groups of 32 columns, num_sums)
+KERNEL norm_sums(
+    const float *partial, float *dgamma, float *dbeta, float *columns, int num_pieces, int num_lanes, int num_sums, int width, int accumulate,
+    int onto_columns) {
+    SHARED(float, buffer);
+    float *total = blockIdx.y == 0 ? dgamma : blockIdx.y == 1 ? dbeta : columns, sum = num_pieces > 1 ? 0.0f : -0.0f;
+    int column = blockIdx.x * 32 + threadIdx.x % 32;
+    if (!total) return;
+    if (column < width)
+        for (int piece = threadIdx.x / 32; piece < num_pieces; piece += LANES) {
+            const float *own = partial + ((long long)piece * num_lanes * num_sums + blockIdx.y) * width + column;
+            float lanes = own[0];
+            for (int lane = 1; lane < num_lanes; lane++) lanes += own[(long long)lane * num_sums * width];
+            sum += lanes;
+        }
+    add_lanes<1>(&sum, buffer, total, column, width, blockIdx.y == 2 ? onto_columns : accumulate);
+}
+EXPORT(norm_sums)
 
 // Sums of dy xhat and dy over a piece of the rows, to partial[0] and [1] of (pieces, 2, width); of one piece, dgamma (+)= the first, dbeta (+)= the
 // second, and dbeta may be null. Grid: (groups of 32 N columns, pieces)
@@ -133,13 +194,6 @@ KERNEL norm_gradients(
         gradients_of_columns<1>(x, mean, rstd, dy, partial, dgamma, dbeta, num_rows, width, accumulate, buffer);
 }
 EXPORT(norm_gradients)
-
-// dgamma (+)= the first, dbeta (+)= the second sums of all pieces; grid: (groups of 32 columns, 2 or, without dbeta, 1)
-KERNEL norm_gradients_of_pieces(const float *partial, float *dgamma, float *dbeta, int num_pieces, int width, int accumulate) {
-    SHARED(float, buffer);
-    add_pieces(partial + blockIdx.y * width, blockIdx.y ? dbeta : dgamma, blockIdx.x * 32 + threadIdx.x % 32, num_pieces, 2 * width, width, accumulate, buffer);
-}
-EXPORT(norm_gradients_of_pieces)
 
 KERNEL row_sums(const T *x, float *sums, int width, int accumulate) {
     SHARED(float, buffer);

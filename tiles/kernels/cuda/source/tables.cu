@@ -4,15 +4,22 @@
 #include "columns.cuh"
 
 // x[n] = table[tokens[n] - v_start] where this tile has the row; the first tile zeroes the rest
-KERNEL embedding(const int *tokens, const T *table, T *x, int v_start, int num_rows, int width, int accumulate, long long count) {
-    EACH(i, count) {
-        long long n = i / width;
-        int row = tokens[n] - v_start, j = (int)(i % width);
+template <int N>
+__device__ inline void embedding_of(const int *tokens, const T *table, T *x, int v_start, int num_rows, int width, int accumulate, long long count) {
+    EACH_PIECE(i, N, count) {
+        int j = column_of<N>(i, width), row = tokens[N == 1 ? i / width : (long long)((u32)(i / N) / (u32)(width / N))] - v_start;
         if (row >= 0 && row < num_rows)
-            x[i] = table[(long long)row * width + j];
+            store<N>(x + i, load<N>(table + (long long)row * width + j));
         else if (!accumulate)
-            x[i] = narrow<T>(0.0f);
+            for (int e = 0; e < N; e++) x[i + e] = narrow<T>(0.0f);
     }
+}
+
+KERNEL embedding(const int *tokens, const T *table, T *x, int v_start, int num_rows, int width, int accumulate, long long count) {
+    if (width % WIDE == 0 && are_aligned(table, x))
+        embedding_of<WIDE>(tokens, table, x, v_start, num_rows, width, accumulate, count);
+    else
+        embedding_of<1>(tokens, table, x, v_start, num_rows, width, accumulate, count);
 }
 EXPORT(embedding)
 
@@ -209,20 +216,25 @@ struct Place {
     long long strides[4];
 };
 
-__device__ inline u64 index_of(Place place, long long i) {
+// I: a type that holds the number of elements; divisions of 32 bits are five times as fast as those of 64
+template <class I> __device__ inline u64 index_of(const Place &place, I i) {
     u64 index = 0;
-    for (int axis = 3; axis >= 0; axis--) {
-        index += (u64)(place.origin[axis] + i % place.extents[axis]) * (u64)place.strides[axis];
-        i /= place.extents[axis];
+    UNROLLED
+    for (int axis = 3; axis > 0; axis--) {
+        I before = i / (I)place.extents[axis];
+        index += (u64)(place.origin[axis] + (long long)(i - before * (I)place.extents[axis])) * (u64)place.strides[axis];
+        i = before;
     }
-    return index;
+    return index + (u64)(place.origin[0] + (long long)i) * (u64)place.strides[0];
 }
 
-// y = x / (1 - p) where a number survives; N neighbours have indices of one distance
-template <int N> __device__ inline void dropout_of(const T *x, u64 key, T *y, float p, u32 threshold, const Place &place, long long count) {
+// y = (x [+ bias, rounded]) / (1 - p) where a number survives; N neighbours have indices of one distance
+template <int N, class I>
+__device__ inline void dropout_of(const T *x, const T *bias, u64 key, T *y, float p, u32 threshold, const Place &place, int width, long long count) {
     EACH_PIECE(i, N, count) {
         Numbers<T, N> numbers = load<N>(x + i);
-        u64 index = index_of(place, i);
+        if (bias) numbers = sum_of<N>(numbers, load<N>(bias + column_of<N>(i, width)));
+        u64 index = index_of<I>(place, (I)i);
         UNROLLED
         for (int e = 0; e < N; e++)
             numbers.x[e] = narrow<T>(random_bits(key, index + e * place.strides[3]) >= threshold ? quotient(widen(numbers.x[e]), 1.0f - p) : 0.0f);
@@ -230,12 +242,12 @@ template <int N> __device__ inline void dropout_of(const T *x, u64 key, T *y, fl
     }
 }
 
-KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, long long count) {
+KERNEL dropout(const T *x, const T *bias, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, int width, long long count) {
     u64 own = mixed(key[0], key[1], (u64)stream);
-    if (place.extents[3] % WIDE == 0 && are_aligned(x, y))
-        dropout_of<WIDE>(x, own, y, p, threshold, place, count);
+    if (width % WIDE == 0 && are_aligned(x, bias, y) && count >> 32 == 0)
+        dropout_of<WIDE, u32>(x, bias, own, y, p, threshold, place, width, count);
     else
-        dropout_of<1>(x, own, y, p, threshold, place, count);
+        dropout_of<1, long long>(x, bias, own, y, p, threshold, place, width, count);
 }
 EXPORT(dropout)
 
@@ -251,13 +263,13 @@ __device__ inline double uniform(u64 key, u64 index) { return (random_bits(key, 
 // N(0, std^2) by Box and Muller (1958)
 KERNEL random_normal(T *out, double std, u64 radius_key, u64 angle_key, Place place, long long count) {
     EACH(i, count) {
-        u64 index = index_of(place, i);
+        u64 index = index_of<long long>(place, i);
         out[i] = narrow<T>((float)(std * sqrt(-2.0 * log(uniform(radius_key, index))) * cos(6.283185307179586 * uniform(angle_key, index))));
     }
 }
 EXPORT(random_normal)
 
 KERNEL random_uniform(T *out, double low, double high, u64 key, Place place, long long count) {
-    EACH(i, count) out[i] = narrow<T>((float)(low + (high - low) * uniform(key, index_of(place, i))));
+    EACH(i, count) out[i] = narrow<T>((float)(low + (high - low) * uniform(key, index_of<long long>(place, i))));
 }
 EXPORT(random_uniform)

@@ -119,10 +119,8 @@ __device__ inline void adam_of(T *param, const float *grad, float *m, float *v, 
     }
 }
 
-// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2)
-KERNEL adam(Moved given, const double *hyper, const double *norm, double max_norm, int decoupled) {
-    TILE_OF_BLOCK(tile, given);
-    const double *row = hyper + HYPER * given.groups[tile];
+// Terms of a group's updates in a step
+__device__ inline AdamTerms adam_terms(const double *row, const double *norm, double max_norm, int decoupled) {
     double lr = row[0], beta1 = row[3], beta2 = row[4], weight_decay = row[6];
     AdamTerms at;
     at.factor = clip_factor(norm, max_norm);
@@ -136,6 +134,13 @@ KERNEL adam(Moved given, const double *hyper, const double *norm, double max_nor
     at.eps = (float)row[5];
     at.weight_decay = (float)weight_decay;
     at.decoupled = decoupled;
+    return at;
+}
+
+// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2)
+KERNEL adam(Moved given, const double *hyper, const double *norm, double max_norm, int decoupled) {
+    TILE_OF_BLOCK(tile, given);
+    AdamTerms at = adam_terms(hyper + HYPER * given.groups[tile], norm, max_norm, decoupled);
     T *param = given.param[tile];
     const float *grad = given.grad[tile];
     float *m = given.m[tile], *v = given.v[tile], *master = given.master[tile];
@@ -166,3 +171,103 @@ KERNEL sgd(
     }
 }
 EXPORT(sgd)
+
+// Moments in 8 bits: `reference/moments.py` has the format. A block of threads updates a block of numbers, one for each thread.
+#define CODES 256
+
+// Value of a code of the signed or the unsigned table: 0, 1, or the centre of interval `place` of `count` in a decade
+__device__ inline float value_of(int code, int is_signed) {
+    int zero = is_signed ? 127 : 0, number = code < zero ? zero - code : code - zero;
+    if (number == 0) return 0.0f;
+    if (code == CODES - 1) return 1.0f;
+    if (!is_signed) number += 1;
+    int count = 1;
+    double unit = is_signed ? 1e-6 : 1e-7;
+    for (; 2 * count <= number; count *= 2) unit *= 10.0;
+    double centre = unit * (0.1 + 0.9 * (number - count + 0.5) / count);
+    return (float)(code < zero ? -centre : centre);
+}
+
+// The code whose value is nearest; `limits`: the largest number of each code but the last
+__device__ inline int nearest_code(float ratio, const float *limits) {
+    int code = 0;
+    for (int step = CODES / 2; step > 0; step /= 2)
+        if (ratio > limits[code + step - 1]) code += step;
+    return code;
+}
+
+// AdamW with moments in 8 bits; shared memory: values and limits of both tables, and a float for each warp
+KERNEL adam8bit(
+    T *param, const float *grad, unsigned char *m, float *m_scales, unsigned char *v, float *v_scales, const double *hyper, const double *norm,
+    float *master, double max_norm, int group, long long count) {
+    SHARED(float, tables);
+    float *signed_limits = tables + CODES, *values = tables + 2 * CODES, *limits = tables + 3 * CODES, *buffer = tables + 4 * CODES;
+    int lane = threadIdx.x, next = lane + 1 < CODES ? lane + 1 : lane;
+    tables[lane] = value_of(lane, 1);
+    values[lane] = value_of(lane, 0);
+    signed_limits[lane] = (value_of(lane, 1) + value_of(next, 1)) / 2;
+    limits[lane] = (value_of(lane, 0) + value_of(next, 0)) / 2;
+    AdamTerms at = adam_terms(hyper + HYPER * group, norm, max_norm, 1);
+    __syncthreads();
+    for (long long block = blockIdx.x; block * CODES < count; block += gridDim.x) {
+        long long i = block * CODES + lane;
+        float mean = 0.0f, square = 0.0f;
+        if (i < count) {
+            float weight = master ? master[i] : widen(param[i]), slope = grad[i] * at.factor;
+            mean = at.b1 * (tables[m[i]] * m_scales[block]) + at.rest1 * slope;
+            square = at.b2 * (values[v[i]] * v_scales[block]) + at.rest2 * slope * slope;
+            weight = at.keep * weight - at.step * mean / (sqrtf(square) / at.root + at.eps);
+            if (master) master[i] = weight;
+            param[i] = narrow<T>(weight);
+        }
+        float m_scale = block_max(fabsf(mean), buffer), v_scale = block_max(square, buffer);
+        if (i < count) {
+            int code = nearest_code(v_scale > 0.0f ? square / v_scale : 0.0f, limits);
+            m[i] = (unsigned char)nearest_code(m_scale > 0.0f ? mean / m_scale : 0.0f, signed_limits);
+            v[i] = (unsigned char)(code == 0 && square > 0.0f ? 1 : code);
+        }
+        if (lane == 0) {
+            m_scales[block] = m_scale;
+            v_scales[block] = v_scale;
+        }
+    }
+}
+EXPORT(adam8bit)
+
+// Muon, as `reference/muon.py`: the first of its tasks, which has one pass over the gradient
+KERNEL muon_momentum(
+    const float *grad, float *buffer, float *update, const double *hyper, const double *norm, double max_norm, int group, int nesterov,
+    long long count) {
+    float momentum = (float)hyper[HYPER * group + 3], factor = clip_factor(norm, max_norm);
+    EACH(i, count) {
+        float slope = grad[i] * factor, mean = buffer[i] + (1.0f - momentum) * (slope - buffer[i]);
+        buffer[i] = mean;
+        update[i] = nesterov ? slope + momentum * (mean - slope) : mean;
+    }
+}
+EXPORT(muon_momentum)
+
+// x /= max(norm, smallest norm); NaN stays NaN, so that divergence is seen
+KERNEL muon_normalise(float *x, const double *total, const double *hyper, int group, long long count) {
+    double norm = sqrt(total[0]), smallest = hyper[HYPER * group + 5];
+    float divisor = (float)(norm < smallest ? smallest : norm);
+    EACH(i, count) x[i] /= divisor;
+}
+EXPORT(muon_normalise)
+
+// out = b gram, plus a times the identity  # (width, width) if `diagonal`
+KERNEL muon_polynomial(const float *gram, float *out, double a, double b, int width, int diagonal, long long count) {
+    EACH(i, count) out[i] = (float)b * gram[i] + (diagonal && i / width == i % width ? (float)a : 0.0f);
+}
+EXPORT(muon_polynomial)
+
+KERNEL muon_update(T *param, const float *x, const double *hyper, float *master, double ratio, int group, long long count) {
+    const double *row = hyper + HYPER * group;
+    float keep = (float)(1.0 - row[0] * row[6]), step = (float)(row[0] * ratio);
+    EACH(i, count) {
+        float p = keep * (master ? master[i] : widen(param[i])) - step * x[i];
+        if (master) master[i] = p;
+        param[i] = narrow<T>(p);
+    }
+}
+EXPORT(muon_update)

@@ -1,0 +1,116 @@
+"""Chains of operations on an emulated device: one kernel leaves the bits of one operation after another, and steps of models have such chains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from support.cuda_cases import BF16
+from support.cuda_emulator import COMPILER, Emulator, on_device
+from support.kernel_cases import Maker
+
+from scheduler.core.codelet import KernelChain
+from tiles.emission import codelet
+from tiles.kernels.catalog import kernel, operations, register
+from tiles.kernels.registry import registered_chains
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
+Call = tuple[list[np.ndarray], dict[str, Any]]
+NAMES: Final = {kernel(op, "cuda"): op for op in operations("cuda")}
+CHAINS: Final = {" + ".join(NAMES[one] for one in chain.kernels): chain for one in NAMES for chain in registered_chains(one)}
+
+
+@pytest.fixture(scope="module")
+def emulator(cuda_libraries: Path) -> Emulator:
+    """The device of these tests."""
+    found = Emulator(cuda_libraries, eager=True)
+    found.enter(found.stream())
+    return found
+
+
+def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
+    """Arguments of an operation, with a residual and without."""
+
+    def short(*shape: int) -> np.ndarray:
+        return make(*shape).astype(dtype)
+
+    x, y, z, vector, other = short(rows, width), short(rows, width), short(rows, width), short(width), short(width)
+    mean, rstd = make(rows), make.positive(rows)
+    tiles: Mapping[str, Sequence[np.ndarray]] = {
+        "activation_backward": [x, y, z],
+        "add": [x, y, z],
+        "column_sums": [x, make(width)],
+        "dropout": [x, np.array([1, 2], np.uint64), y],
+        "layer_norm": [x, vector, other, y, mean, rstd],
+        "layer_norm_backward": [x, vector, mean, rstd, y, z, short(rows, width), make(width), make(width)],
+        "linear_bias": [short(rows, 5), short(5, width), vector, y],
+        "residual_layer_norm": [x, y, vector, other, z, short(rows, width), mean, rstd],
+        "residual_rms_norm": [x, y, vector, z, short(rows, width), rstd],
+        "rms_norm": [x, vector, y, rstd],
+        "rms_norm_backward": [x, vector, rstd, y, z, make(width)],
+    }
+    constants = {
+        "activation_backward": {"kind": "gelu_new"},
+        "column_sums": {"accumulate": True},
+        "dropout": {"p": 0.3, "stream": 4, "shape": (2 * rows, 2 * width), "origin": (rows, width)},
+        "layer_norm_backward": {"accumulate": False, "residual": True},
+        "linear_bias": {"trans_b": False},
+        "rms_norm_backward": {"accumulate": True, "residual": False},
+    }
+    return [*tiles[op]], constants.get(op, {"eps": 1e-5} if "norm" in op else {})
+
+
+def linked(chain: KernelChain, rows: int, width: int, dtype: Any) -> list[Call]:
+    """Arguments of a chain's operations, which share the results that they read."""
+    make = Maker(np.float32)
+    calls = [call(NAMES[one], make, rows, width, dtype) for one in chain.kernels]
+    for link in chain.links:
+        calls[link.reader][0][link.argument] = calls[link.writer][0][link.result]
+    return calls
+
+
+def copied(calls: Sequence[Call]) -> list[Call]:
+    """The same with arrays of their own; an array that two operations share stays one."""
+    copies = {id(array): array.copy() for arrays, _ in calls for array in arrays}
+    return [([copies[id(array)] for array in arrays], constants) for arrays, constants in calls]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("rows", "width"), [(3, 7), (150, 136)])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_leaves_the_bits_of_its_operations(name: str, rows: int, width: int, dtype: Any, emulator: Emulator) -> None:
+    """All results but private ones; rows that 16 bytes divide and others, and sums of several pieces of rows."""
+    chain = CHAINS[name]
+    for backwards in (False, True):
+        emulator.backwards = backwards
+        single = linked(chain, rows, width, dtype)
+        whole = copied(single)
+        for one, (arrays, constants) in zip(chain.kernels, single, strict=True):
+            one(*map(on_device, arrays), **constants)
+        chain.run([([on_device(array) for array in arrays], constants) for arrays, constants in whole])
+        private = {id(whole[link.writer][0][link.result]) for link in chain.links if link.is_private}
+        for (wanted, _), (found, _) in zip(single, whole, strict=True):
+            for expected, result in zip(wanted, found, strict=True):
+                assert id(result) in private or expected.tobytes() == result.tobytes()
+
+
+def test_what_is_chained() -> None:
+    """Sums before norms, with the bias of the product before them; biases before dropout; sums before gradients of norms; gradients of biases."""
+    norms = {"layer_norm", "rms_norm"}
+    before = {f"{ops} + {norm}" for norm in norms for ops in ("add", "linear_bias + add", "linear_bias + residual")}
+    expected = {name.replace("residual + ", "residual_") for name in before}
+    expected |= {f"{ops} + {norm}_backward" for norm in norms for ops in ("add", "add + add")}
+    expected |= {f"{ops}layer_norm_backward + column_sums" for ops in ("", "add + ", "add + add + ")}
+    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "linear_bias + dropout"}
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_a_kernel_of_the_program_is_in_no_chain() -> None:
+    """Neither as the first nor as a later one."""
+    assert codelet("add").chains
+    register("add", "cuda")(lambda *tiles, **constants: None)
+    assert not codelet("add").chains
+    assert codelet("add").cuda not in {one for chain in codelet("linear_bias").chains for one in chain.kernels}

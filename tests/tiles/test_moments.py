@@ -1,0 +1,187 @@
+"""Moments in 8 bits: the tables of bitsandbytes and torchao, blocks, codes of fast kernels, and AdamW on them.
+
+Reports of what goes wrong elsewhere: a wrong unsigned table (bitsandbytes 152), residues of zero gradients that are divided by epsilon (unsloth-zoo
+962), states of ragged sizes left in fp32 (torchao), state that is fp32 in truth (AiDotNet 1238).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.cuda_emulator import COMPILER, Emulator, on_device
+
+from scheduler import InlineRuntime
+from tiles import TileTensor
+from tiles.kernels.catalog import kernel
+from tiles.kernels.reference.moments import BLOCK, SIGNED, UNSIGNED, decode, encode, midpoints, num_blocks
+from tiles.ops import optimizer
+from tiles.ops.elementwise import fill
+
+OPTIONS = {"row": 0, "max_norm": 0.0, "clip": False, "master": False}
+
+
+@pytest.mark.parametrize(("table", "is_signed"), [(SIGNED, True), (UNSIGNED, False)])
+def test_tables_are_those_of_the_paper(table: np.ndarray, is_signed: bool) -> None:
+    """By the construction of bitsandbytes: seven exponent bits of ten, the rest linear, computed by torch."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, (2**exponent if is_signed else 2 ** (exponent + 1)) + 1)
+        means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
+        values += means + ([-mean for mean in means] if is_signed else [])
+    assert len(values) == 256
+    np.testing.assert_allclose(table, np.array(sorted(values), np.float32), rtol=3e-7)
+
+
+def moments(shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    """Parameter, gradient, and moments in 8 bits of two earlier steps."""
+    rng = np.random.default_rng(seed)
+    size = int(np.prod(shape))
+    param, grad = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    grad *= np.exp(3 * rng.standard_normal(shape)).astype(np.float32)
+    args = [param, grad, *(part for _ in range(2) for part in (np.zeros(shape, np.uint8), np.zeros(num_blocks(size), np.float32)))]
+    for step in (1, 2):
+        kernel("adam8bit", "reference")(*args, hyper(step), **OPTIONS)
+    return args
+
+
+def hyper(step: int, lr: float = 0.01) -> np.ndarray:
+    """Options of a step."""
+    return np.array([[lr, 1 - 0.9**step, 1 - 0.95**step, 0.9, 0.95, 1e-8, 0.1, 0]])
+
+
+def same_codes(want: list[np.ndarray], have: list[np.ndarray]) -> None:
+    """Parameters and scales up to rounding; codes differ by one where a number is half-way between two."""
+    for number in (0, 3, 5):
+        np.testing.assert_allclose(have[number], want[number], rtol=2e-5, atol=1e-7)
+    for number in (2, 4):
+        away = np.abs(have[number].astype(int) - want[number].astype(int))
+        assert away.max() <= 1
+        assert away.mean() < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (16, 16), (13, 61), (1, 257), (40, 96)], ids=str)
+def test_fast_codes_are_those_of_the_reference(shape: tuple[int, int]) -> None:
+    """Compiled loops and NumPy's, with blocks that are whole, ragged and alone."""
+    args = moments(shape)
+    want, fast = [array.copy() for array in args], [array.copy() for array in args]
+    wide = [array.astype(np.float64) if number < 2 else array.copy() for number, array in enumerate(args)]
+    kernel("adam8bit", "reference")(*want, hyper(3), **OPTIONS)
+    kernel("adam8bit", "cpu")(*fast, hyper(3), **OPTIONS)
+    kernel("adam8bit", "cpu")(*wide, hyper(3), **OPTIONS)
+    same_codes(want, fast)
+    same_codes(want, wide)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_fast_codes_are_the_nearest_on_both_sides_of_every_limit(sign: int) -> None:
+    """First moments at limits between codes and next to them, squares of all magnitudes; a negative number at a limit may get either code."""
+    limits = np.concatenate([midpoints(table[table >= 0]) for table in (SIGNED, UNSIGNED)])
+    edges = np.concatenate([limits, np.nextafter(limits, np.float32(2)), np.nextafter(limits, np.float32(0))])
+    values = np.concatenate([edges, np.sqrt(edges), 2.0 ** -np.arange(20, 70), [0.0]]).astype(np.float32)
+    grad = np.ones((-(-values.size // 255), BLOCK), np.float32)  # column 0 makes every scale 1
+    grad[:, 1:] = sign * np.resize(values, (grad.shape[0], 255))
+    given = [np.zeros_like(grad), grad, *(part for _ in range(2) for part in (np.zeros(grad.shape, np.uint8), np.zeros(grad.shape[0], np.float32)))]
+    want, have = [array.copy() for array in given], [array.copy() for array in given]
+    options = np.array([[0.01, 1.0, 1.0, 0.0, 0.0, 1e-8, 0.0, 0.0]])  # betas of 0: moments are the gradient and its square
+    kernel("adam8bit", "reference")(*want, options, **OPTIONS)
+    kernel("adam8bit", "cpu")(*have, options, **OPTIONS)
+    at_limit = np.isin(-grad, limits)
+    np.testing.assert_array_equal(have[2][~at_limit], want[2][~at_limit])
+    np.testing.assert_array_equal(have[4], want[4])
+    assert len(np.unique(have[4])) > 250
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
+@pytest.mark.parametrize("shape", [(7, 5), (13, 61), (40, 96)], ids=str)
+def test_codes_of_the_gpu_are_those_of_the_reference(shape: tuple[int, int], cuda_libraries) -> None:  # type: ignore[no-untyped-def]
+    """The emulated kernel has tables of its own."""
+    emulator = Emulator(cuda_libraries, eager=True)
+    emulator.enter(emulator.stream())
+    args = moments(shape)
+    want, device = [array.copy() for array in args], [array.copy() for array in args]
+    kernel("adam8bit", "reference")(*want, hyper(3), **OPTIONS)
+    kernel("adam8bit", "cuda")(*map(on_device, [*device, hyper(3)]), **OPTIONS)
+    same_codes(want, device)
+
+
+@pytest.mark.parametrize("table", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+def test_codes_are_the_nearest(table: np.ndarray) -> None:
+    """Every number of a block is within half a step of its decoded one, which is exact for the values of the table."""
+    values = np.abs(np.random.default_rng(0).standard_normal(1000).astype(np.float32)) if table[0] == 0 else table.repeat(4)[:1000].copy()
+    codes, scales = np.empty(1000, np.uint8), np.empty(4, np.float32)
+    encode(values, codes, scales, table)
+    for first in range(0, 1000, BLOCK):
+        own = values[first : first + BLOCK]
+        distance = np.abs(own[:, None] / scales[first // BLOCK] - table).min(axis=1)
+        have = np.abs(own - decode(codes[first : first + BLOCK], scales[first // BLOCK :], table)) / scales[first // BLOCK]
+        np.testing.assert_allclose(have, distance, atol=3e-7)
+    assert scales[3] == np.abs(values[768:]).max()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_zero_gradients_leave_parameters_alone(backend: str) -> None:
+    """A weight whose gradient is always zero decays and does nothing else, among others whose gradients are not."""
+    args = moments((16, 16))
+    args[0], args[1] = args[0].copy(), np.zeros((16, 16), np.float32)
+    args[1][0] = 1e3
+    args[2:] = [np.zeros((16, 16), np.uint8), np.zeros(1, np.float32), np.zeros((16, 16), np.uint8), np.zeros(1, np.float32)]
+    before = args[0].copy()
+    for step in range(1, 51):
+        kernel("adam8bit", backend)(*args, hyper(step), **OPTIONS)
+    np.testing.assert_allclose(args[0][1:], before[1:] * (1 - 0.01 * 0.1) ** 50, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_small_second_moments_are_not_lost(backend: str) -> None:
+    """Of a weight with small gradients among large ones, v would round to 0 while m does not: no step is longer than those of fp32 moments may be."""
+    grad = np.full((1, 256), 1.0, np.float32)
+    grad[0, 1:] = 2e-4  # v is 4e-8 of the largest one, below half of the least value of the table
+    args = [np.zeros((1, 256), np.float32), grad, np.zeros((1, 256), np.uint8), np.zeros(1, np.float32)]
+    args += [np.zeros((1, 256), np.uint8), np.zeros(1, np.float32)]
+    kernel("adam8bit", backend)(*args, hyper(1), **OPTIONS)
+    assert (args[4] > 0).all()
+    before = args[0].copy()
+    args[1][:] = 0
+    kernel("adam8bit", backend)(*args, hyper(2), **OPTIONS)
+    assert np.abs(args[0] - before).max() < 0.02
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_nan_shows(backend: str) -> None:
+    """A NaN stays in its weight, and spreads to its block in the next step."""
+    args = moments((2, 256))
+    args[1][0, 3] = np.nan
+    kernel("adam8bit", backend)(*args, hyper(3), **OPTIONS)
+    assert np.isnan(args[0]).sum() == 1
+    assert np.isnan(args[3]).tolist() == [True, False]
+    args[1][:] = 0
+    kernel("adam8bit", backend)(*args, hyper(4), **OPTIONS)
+    assert np.isnan(args[0][0]).all()
+    assert not np.isnan(args[0][1]).any()
+
+
+def test_blocks_are_those_of_tiles() -> None:
+    """Each tile of a tensor is encoded on its own, and steps stay near those of fp32 moments."""
+    runtime, rng = InlineRuntime(), np.random.default_rng(0)
+    start = rng.standard_normal((70, 90)).astype(np.float32)
+
+    def data(values: np.ndarray, tile: tuple[int, int] = (32, 40)) -> TileTensor:
+        result = TileTensor(runtime, values.shape, tile, values.dtype)
+        result.write(values)
+        return result
+
+    param, plain = data(start), data(start)
+    m, v = (fill(param.like(dtype=np.uint8), 0.0) for _ in range(2))
+    m_scales, v_scales = (fill(optimizer.moment_scales(param, name), 0.0) for name in "mv")
+    wide = [fill(param.like(), 0.0) for _ in range(2)]
+    assert m_scales.grid == (9,)
+    assert m_scales.tile == (5,)
+    for step in range(1, 11):
+        gradient = rng.standard_normal(start.shape).astype(np.float32)
+        given = {"grad": data(gradient), "hyper": data(hyper(step), (-1, -1))}
+        optimizer.adamw8bit(optimizer.Update(param=param, **given), m, m_scales, v, v_scales)
+        optimizer.adamw(optimizer.Update(param=plain, **given), *wide)
+    moved = np.abs(plain.read() - start).mean()
+    assert np.abs(param.read() - plain.read()).mean() < 0.03 * moved
+    assert m.nbytes + v.nbytes + m_scales.nbytes + v_scales.nbytes < 2.1 * start.size

@@ -1,0 +1,77 @@
+"""Chains of operations that one kernel computes: it keeps in registers what the operations would write and read again.
+
+The sums and the roundings are those of the single operations, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from scheduler.machine import KernelChain, Link
+
+from ..registry import register_chain
+from .elementwise import activation_backward, activation_sums, add, column_sums, linear_bias, matmul
+from .many import Task
+from .norm import layer_norm, layer_norm_backward, residual_layer_norm, residual_rms_norm, rms_norm, rms_norm_backward
+from .tables import dropout
+
+
+def _linear_and(tasks: Sequence[Task], *, then: Callable[..., None]) -> None:
+    """r = h @ op(w) + bias; then an operation on r, whose kernel adds the bias: dropout or a residual norm."""
+    ((h, w, bias, r), linear), (tiles, constants) = tasks
+    matmul(h, w, r, trans_a=False, trans_b=linear["trans_b"], alpha=1.0, accumulate=False)
+    then(*tiles, **constants, bias=bias)
+
+
+def _sum_and_norm(tasks: Sequence[Task], *, norm: Callable[..., None], num_vectors: int) -> None:
+    """[r = h @ op(w) + bias;] s = x + r; y = norm(s), by the kernel of a residual norm, which takes s after gamma [and beta]."""
+    *linear, ((x, r, s), _), ((_, *tiles), constants) = tasks
+    whole = (x, r, *tiles[:num_vectors], s, *tiles[num_vectors:])
+    if linear:
+        _linear_and([*linear, (whole, constants)], then=norm)
+    else:
+        norm(*whole, **constants)
+
+
+def _sums_and_norm_backward(tasks: Sequence[Task], *, norm: Callable[..., None], dy_index: int) -> None:
+    """dy = a + b [+ c]; gradients of a norm, whose tile number `dy_index` is dy."""
+    (((first, second, _), _), *sums), (tiles, constants) = tasks[:-1], tasks[-1]
+    norm(*tiles[:dy_index], first, *tiles[dy_index + 1 :], **constants, more=(second, *(tile for (_, tile, _), _ in sums)))
+
+
+def _norm_backward_and_sums(tasks: Sequence[Task]) -> None:
+    """[dy = a + b [+ c];] gradients of a layer norm; db (+)= sums of the rows of dx."""
+    *before, ((_, total), flags) = tasks
+    norm = partial(layer_norm_backward, sums=(total, flags["accumulate"]))
+    if len(before) > 1:
+        _sums_and_norm_backward(before, norm=norm, dy_index=4)
+    else:
+        ((tiles, constants),) = before
+        norm(*tiles, **constants)
+
+
+def _activation_and_sums(tasks: Sequence[Task]) -> None:
+    """dx = dy * activation'(x); db (+)= sums of the rows of dx."""
+    ((x, dy, dx), constants), ((_, total), flags) = tasks
+    activation_sums(x, dy, dx, total, kind=constants["kind"], accumulate=flags["accumulate"])
+
+
+for _before in (2, 1, 0):
+    _sums = tuple(Link(number, 2, number + 1, 0 if number + 1 < _before else 4, is_private=True) for number in range(_before))
+    _columns = Link(_before, -3, _before + 1, 0)
+    register_chain(KernelChain((*[add] * _before, layer_norm_backward, column_sums), (*_sums, _columns), _norm_backward_and_sums))
+for _norm, _residual, _backward, _dy in (
+    (layer_norm, residual_layer_norm, layer_norm_backward, 4),
+    (rms_norm, residual_rms_norm, rms_norm_backward, 3),
+):
+    _both = partial(_sum_and_norm, norm=_residual, num_vectors=_dy - 2)
+    register_chain(KernelChain((linear_bias, add, _norm), (Link(0, 3, 1, 1, is_private=True), Link(1, 2, 2, 0)), _both))
+    register_chain(KernelChain((linear_bias, _residual), (Link(0, 3, 1, 1, is_private=True),), partial(_linear_and, then=_residual)))
+    register_chain(KernelChain((add, _norm), (Link(0, 2, 1, 0),), _both))
+    _gradients = partial(_sums_and_norm_backward, norm=_backward, dy_index=_dy)
+    _sums = (Link(0, 2, 1, 0, is_private=True), Link(1, 2, 2, _dy, is_private=True))
+    register_chain(KernelChain((add, add, _backward), _sums, _gradients))
+    register_chain(KernelChain((add, _backward), (Link(0, 2, 1, _dy, is_private=True),), _gradients))
+register_chain(KernelChain((linear_bias, dropout), (Link(0, 3, 1, 0, is_private=True),), partial(_linear_and, then=dropout)))
+register_chain(KernelChain((activation_backward, column_sums), (Link(0, 2, 1, 0),), _activation_and_sums))

@@ -1,0 +1,152 @@
+"""Mixtures of experts on a GPU.
+
+The host does not know how many rows chose an expert, so the products of an expert take all rows of the tile, and rows that did not choose it count
+with weight 0: E / K times the work of the rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from ..reference.experts import expert_backward_tiles, expert_forward_tiles
+from ..registry import register
+from .array import DeviceArray
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device, threads_for
+
+_source = KernelSource("experts")
+_FLOAT: Final = np.dtype(np.float32)
+
+
+def expert_scratch_nbytes(num_rows: int, inner: int, itemsize: int, *, is_backward: bool) -> int:
+    """Return the working memory of one task: products of all rows in fp32, and values computed from them in the type of activations.
+
+    Args:
+        num_rows: R.
+        inner: I of the tile.
+    """
+    return num_rows * inner * (12 + 3 * itemsize if is_backward else 8 + itemsize)
+
+
+def _arrays(scratch: DeviceArray, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> list[DeviceArray]:
+    """Return arrays of one shape, one after another in the scratch memory."""
+    found, address = [], scratch.address
+    for dtype in dtypes:
+        found.append(DeviceArray(address, shape, dtype))
+        address += found[-1].nbytes
+    return found
+
+
+def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceArray, *, trans_b: bool) -> None:
+    for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
+        device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=number > 0)
+
+
+def _forward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the operations of three products for all rows."""
+    given = expert_forward_tiles(views, constants["num_c"])
+    width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
+    return float(6.0 * prod(given.choices.shape[:-1]) * width * inner)
+
+
+def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices that are learnt."""
+    has_gradients = bool(expert_backward_tiles(views, constants["num_c"]).dgates)
+    return (8.0 if has_gradients else 5.0) / 3.0 * _forward_flops(views, constants)
+
+
+@register("route", "cuda")
+def route(logits: DeviceArray, choices: DeviceArray, weights: DeviceArray, flags: DeviceArray, *, renormalises: bool) -> None:
+    """Choose the K experts with the largest logits, of equal ones those with the lower index; weights are their probabilities."""
+    num_experts, num_chosen = logits.shape[-1], choices.shape[-1]
+    numbers = (np.int32(num_experts), np.int32(num_chosen), np.int32(renormalises))
+    _source.each("route", logits.dtype, logits.size // num_experts, logits, choices, weights, *numbers)
+    _source.each("flag_experts", logits.dtype, num_experts, choices, flags, np.int32(choices.size))
+
+
+@register("route_backward", "cuda")
+def route_backward(logits: DeviceArray, choices: DeviceArray, dweights: DeviceArray, dlogits: DeviceArray, *, renormalises: bool) -> None:
+    """dlogits from dweights; choices have no gradient."""
+    num_experts = logits.shape[-1]
+    numbers = (np.int32(num_experts), np.int32(choices.shape[-1]), np.int32(renormalises))
+    _source.each("route_backward", logits.dtype, logits.size // num_experts, logits, choices, dweights, dlogits, *numbers)
+
+
+@register("expert_forward", "cuda", flops=_forward_flops)
+def expert_forward(*tiles: DeviceArray, num_c: int, expert: int) -> None:
+    """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
+    given = expert_forward_tiles(tiles, num_c)
+    xs, dtype, inner = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0]
+    gate, up, hidden = _arrays(given.scratch, (xs[0].shape[0], inner), _FLOAT, _FLOAT, dtype)
+    _product(xs, given.gates, gate, trans_b=True)
+    _product(xs, given.ups, up, trans_b=True)
+    numbers = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert))
+    _source.each("weigh_hidden", dtype, hidden.size, gate, up, given.choices, given.weights, hidden, *numbers)
+    for y, down in zip(given.ys, given.downs, strict=True):
+        device().gemm(hidden, down, y.rows(), trans_a=False, trans_b=True, alpha=1.0, accumulate=True)
+
+
+@register("expert_backward", "cuda", flops=_backward_flops)
+def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bool = False) -> None:
+    """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
+    given = expert_backward_tiles(tiles, num_c)
+    xs, dys, dtype, inner = [x.rows() for x in given.xs], [dy.rows() for dy in given.dys], given.xs[0].dtype, given.gates[0].shape[0]
+    num_rows = xs[0].shape[0]
+    gate, up, slope, dgate, dup, hidden = _arrays(given.scratch, (num_rows, inner), _FLOAT, _FLOAT, _FLOAT, dtype, dtype, dtype)
+    _product(xs, given.gates, gate, trans_b=True)
+    _product(xs, given.ups, up, trans_b=True)
+    _product(dys, given.downs, slope, trans_b=False)
+    numbers, threads = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert)), threads_for(inner, num_rows)
+    arrays = (gate, up, slope, given.choices, given.weights, given.dweights, dgate, dup, hidden)
+    _source.start("expert_slopes", dtype, *arrays, *numbers, grid=(num_rows, 1, 1), threads=threads, shared=4 * threads)
+    for dx, gates, ups in zip(given.dxs, given.gates, given.ups, strict=True):
+        for slopes, matrix in ((dgate, gates), (dup, ups)):
+            device().gemm(slopes, matrix, dx.rows(), trans_a=False, trans_b=False, alpha=1.0, accumulate=True)
+    if not given.dgates:
+        return
+    for number, (x, dy) in enumerate(zip(xs, dys, strict=True)):
+        for a, b, out in ((dgate, x, given.dgates[number]), (dup, x, given.dups[number]), (dy, hidden, given.ddowns[number])):
+            device().gemm(a, b, out, trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate)
+
+
+@register("balance", "cuda")
+def balance(logits: DeviceArray, choices: DeviceArray, *rest: DeviceArray, first: bool) -> None:
+    """Add one tile of rows to the sums of the load-balancing loss; `rest` is [documents,] sums. Rows of document 0 do not count."""
+    *documents, sums = rest
+    num_rows, num_experts = prod(logits.shape[:-1]), logits.shape[-1]
+    if 8 * num_rows > PARTIALS_NBYTES:
+        raise ValueError(f"the load-balancing loss takes tiles of {PARTIALS_NBYTES // 8:,} tokens at most, got {num_rows}; use smaller tiles")
+    totals = device().partials.at(_FLOAT, num_rows, 2)
+    _source.each("row_totals", logits.dtype, num_rows, logits, totals, np.int32(num_experts))
+    arrays = (logits, choices, documents[0] if documents else None, totals, sums)
+    numbers = (np.int32(num_rows), np.int32(num_experts), np.int32(choices.shape[-1]), np.int32(first))
+    _source.start("balance", logits.dtype, *arrays, *numbers, grid=(num_experts + 1, 1, 1), shared=16 * THREADS)
+
+
+@register("balance_finish", "cuda")
+def balance_finish(sums: DeviceArray, loss: DeviceArray, slopes: DeviceArray, *, scale: float) -> None:
+    """loss = scale E sum_e f_e P_e and its derivatives by the probabilities of a row."""
+    _source.start("balance_finish", _FLOAT, sums, loss, slopes, np.float64(scale), np.int32(slopes.size), grid=(1, 1, 1), threads=1)
+
+
+@register("balance_backward", "cuda")
+def balance_backward(logits: DeviceArray, slopes: DeviceArray, *rest: DeviceArray) -> None:
+    """dlogits of the load-balancing loss; `rest` is [documents,] dlogits."""
+    *documents, dlogits = rest
+    arrays = (logits, slopes, documents[0] if documents else None, dlogits)
+    _source.each("balance_backward", logits.dtype, prod(logits.shape[:-1]), *arrays, np.int32(logits.shape[-1]))
+
+
+@register("row_gate", "cuda")
+def row_gate(gate: DeviceArray, x: DeviceArray, y: DeviceArray) -> None:
+    """y = sigmoid(gate) * x, one gate for each row  # (.., 1), (.., c) -> (.., c)."""
+    _source.each("row_gate", x.dtype, x.size, gate, x, y, np.int32(x.shape[-1]))
+
+
+@register("row_gate_backward", "cuda")
+def row_gate_backward(gate: DeviceArray, x: DeviceArray, dy: DeviceArray, dx: DeviceArray, dgate: DeviceArray, *, first: bool) -> None:
+    """Gradients of `row_gate`; that of the gate is a sum over tiles of the row, of which this is the first or not."""
+    _source.by_row("row_gate_backward", x, gate, x, dy, dx, dgate, np.int32(x.shape[-1]), np.int32(first))
