@@ -108,7 +108,7 @@ def test_resume_alone_means_auto():
         (["--no-graphs=3"], "--no-graphs takes no value, got '3'; write --no-graphs to turn it off, or --graphs"),
         (["--no-graphs="], "--no-graphs takes no value, got ''; write --no-graphs to turn it off, or --graphs"),
         (["--graphs=maybe"], "--graphs must be true or false"),
-        (["--optimizer=fusedadamw"], "--optimizer must be one of adamw, adam, sgd, got 'fusedadamw'; use adamw, which is the same"),
+        (["--optimizer=fusedadamw"], "--optimizer must be one of adamw, adam, sgd, muon, adamw8bit, got 'fusedadamw'; use adamw, which is the same"),
         (["--no-flashattention"], "--no-flashattention was removed; use --attention stored"),
         (["--no-nforward"], "unknown flag --no-nforward; "),
         (["--batch"], "--batch needs a value"),

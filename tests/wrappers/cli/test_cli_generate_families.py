@@ -99,6 +99,6 @@ def test_hit_rates_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     for name in ("olmoe", "llama"):
         written(tmp_path / name, name, BERT)
-        assert main(["generate", name, "--prompt=an", "--max-new-tokens=5", "--ncpu=1", "--ram=64MiB", "--disk=tier:64MiB"]) == 0
+        assert main(["generate", name, "--prompt=an", "--max-new-tokens=5", "--ncpu=1", "--ram=800KiB", "--disk=tier:64MiB"]) == 0
         shown = capsys.readouterr().err
         assert (re.search(r"^experts: \d+\.\d% of the chosen ones were in memory$", shown, re.MULTILINE) is not None) == (name == "olmoe")
