@@ -159,7 +159,7 @@ def test_hit_rates_of_experts(tmp_path: Path) -> None:
     plain = write_plain(tmp_path / "plain", replace(CONFIGS["olmoe"], vocab_size=CONFIG.vocab_size, max_position_embeddings=64))
     for name in ("config.json", "model.safetensors"):
         shutil.copy(plain / name, path / name)
-    with served(path, "--ram", "64MiB", "--disk", f"{tmp_path / 'disk'}:64MiB") as server, server.client() as client:
+    with served(path, "--ram", "2MiB", "--disk", f"{tmp_path / 'disk'}:64MiB") as server, server.client() as client:
         assert client.completions.create(model="small", prompt="a", max_tokens=9).choices[0].text
         assert 0 < server.metric("nntask_serve_experts_in_memory_total") < server.metric("nntask_serve_experts_chosen_total")
 
