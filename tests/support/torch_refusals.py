@@ -304,7 +304,7 @@ REFUSALS: Final = (
     Refusal("two tensors of one memory", r"alias and layer\.weight are two tensors of one memory", _step(_shared)),
     Refusal("a hook of a finished gradient", r"layer\.weight has a post-accumulate hook of its gradient", _step(_hooked)),
     Refusal("no values", r"weight has no values \(it is on the meta device\); give weights=DIR", _step(lambda: torch.nn.Linear(4, 4, device="meta"))),
-    Refusal("a name of no optimizer", r"optimizer must be one of sgd, adam, adamw .* got 'lion'", _step(Mean, optimizer="lion")),
+    Refusal("a name of no optimizer", r"optimizer must be one of sgd, adam, adamw.* got 'lion'", _step(Mean, optimizer="lion")),
     Refusal("another optimizer of PyTorch", r"got Adagrad", _with(lambda module: torch.optim.Adagrad(module.parameters()))),
     Refusal("a rate below 0", r"AdamW refuses \{'lr': -1\.0\}: Invalid learning rate", _step(Mean, lr=-1.0)),
     Refusal("an option of an optimizer", r"amsgrad of AdamW must be False, got True", _step(Mean, amsgrad=True)),
