@@ -81,9 +81,10 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
     return kinds[spec.kind](groups, spec.lr, betas=betas, eps=spec.eps, **shared)
 
 
-def whole_parameters(model: LanguageModel, spec: OptimizerSpec) -> Mapping[str, str]:
-    """Return `Optimizer.whole` before the optimizer is built."""
-    return {name: piece.matrix for name, piece in hidden_matrices(model).items()} if spec.kind == "muon" else {}
+def exchange_of(model: LanguageModel, spec: OptimizerSpec, shard: DataShard, transport: Transport) -> Exchange:
+    """Return the exchange of a node, which tells the optimizer the tiles that the node updates (`Optimizer.whole` says which stay together)."""
+    whole = {name: piece.matrix for name, piece in hidden_matrices(model).items()} if spec.kind == "muon" else {}
+    return Exchange([p for p in model.parameters() if p.trainable], shard, transport, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +261,7 @@ class RecordedEngine(Inference):
         self.run, self._sampler = run, sampler
         self.exchange: Exchange | None = None
         if shard is not None and transport is not None:
-            whole = whole_parameters(self.model, run.optimizer)
-            self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport, whole)
+            self.exchange = exchange_of(self.model, run.optimizer, shard, transport)
         tiles_of = None if self.exchange is None else self.exchange.tiles_of
         self.optimizer = build_optimizer(self.model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
         self._minibatch = run.step.minibatch

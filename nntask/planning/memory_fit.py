@@ -37,13 +37,13 @@ from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import base_tensors
 from ..config.run_config import LanguageRun, RunConfig
 from ..engine.models import build_model
-from ..engine.recorded import StepSymbols, build_optimizer, emit_training_step, named_data
+from ..engine.recorded import StepSymbols, build_optimizer, emit_training_step, exchange_of, named_data
 from ..errors import DoesNotFit, UsageError
 from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
 from ..models.language import LanguageModel
-from ..optim.sharded import DataShard, Exchange, Transport
+from ..optim.sharded import DataShard, Transport
 from .needs import Needs, shortage, working_set
 from .virtual_replay import replay_seconds
 
@@ -141,7 +141,7 @@ def capture(
     machine = run.machine
     runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
     model = _built(run, runtime, frozen_base) if build is None else build(runtime)
-    exchange = None if share is None else Exchange([p for p in model.parameters() if p.trainable], *share)
+    exchange = None if share is None else exchange_of(model, run.optimizer, *share)
     tiles_of = None if exchange is None else exchange.tiles_of
     optimizer = build_optimizer(model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
     objective = run.data.objective

@@ -24,10 +24,10 @@ from support.plans import shape_of
 from nntask.config.run_config import RunConfig
 from nntask.data import Batch
 from nntask.engine.models import build_model
-from nntask.engine.recorded import RecordedEngine, build_optimizer, emit_training_step, whole_parameters
+from nntask.engine.recorded import RecordedEngine, build_optimizer, emit_training_step, exchange_of
 from nntask.errors import UsageError
 from nntask.optim import adamw8bit
-from nntask.optim.sharded import DataShard, Exchange, buckets_of, data_shards, most_nodes
+from nntask.optim.sharded import DataShard, buckets_of, data_shards, most_nodes
 from scheduler import CapturingRuntime, Codelet, InlineRuntime, Runtime
 from scheduler.api.recording import Recorder
 from scheduler.drivers.disk import staging_nbytes
@@ -113,7 +113,7 @@ def exchanges_of(run: RunConfig, shard: DataShard) -> list[tuple[int, int, str]]
     """The exchanges of a node as (from, to, key), in the order in which it emits them."""
     runtime = CapturingRuntime(run.step.lanes)
     model = build_model(run.model, runtime)
-    exchange = Exchange([p for p in model.parameters() if p.trainable], shard, Nowhere(), whole_parameters(model, run.optimizer))
+    exchange = exchange_of(model, run.optimizer, shard, Nowhere())
     optimizer = build_optimizer(model, run.optimizer, exchange.tiles_of)
     inputs = [model.inputs(run.step.minibatch, LENGTH) for _ in shard.minibatches]
     with runtime.record():
@@ -157,9 +157,10 @@ def test_each_node_sends_what_theory_says_and_keeps_its_own_state() -> None:
         assert max(found.state_bytes) < 0.75 * alone.state_bytes[0]
 
 
-def test_a_node_runs_the_share_that_its_check_has_captured() -> None:
-    """Task by task what it would record by itself; neither captured nor planned again."""
-    run = run_of(4)
+@pytest.mark.parametrize("how", [{}, {"optimizer": "muon"}])
+def test_a_node_runs_the_share_that_its_check_has_captured(how: dict[str, object]) -> None:
+    """Task by task what it would record by itself; neither captured nor planned again. Both agree on the owners of matrices."""
+    run = run_of(4, **how)  # type: ignore[arg-type]
     with nodes(2) as comms:
         for shard, own in zip(data_shards(8, 4, 2), comms, strict=True):
             with Runtime(1, lanes=4, ram=1 << 26) as runtime:
