@@ -90,7 +90,8 @@ def test_the_loss_is_the_mean_over_targets_of_the_whole_batch() -> None:
         engine = RecordedEngine(run, runtime, _Counting(run.model.config, run.model.tiling, runtime, seed=0))
         scored = engine.evaluate(batch)
         assert engine.start(1, 1e-3, batch).result().loss == pytest.approx(scored / 10, rel=1e-5)
-    assert set(_Counting.seen) == {(frozenset({"documents", "positions"}), 1.0), (frozenset({"documents", "positions", "factor", "share", "minibatch"}), 1.0)}
+    evaluated = {"documents", "positions"}
+    assert set(_Counting.seen) == {(frozenset(evaluated), 1.0), (frozenset(evaluated | {"factor", "share", "minibatch"}), 1.0)}
 
 
 def test_a_step_takes_the_tensors_that_a_model_names() -> None:
