@@ -82,7 +82,7 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
 
 
 def exchange_of(model: LanguageModel, spec: OptimizerSpec, shard: DataShard, transport: Transport) -> Exchange:
-    """Return the exchange of a node, which tells the optimizer the tiles that the node updates (`Optimizer.whole` says which stay together)."""
+    """Return the exchange of a node; the optimizer updates its tiles (`Exchange.tiles_of`), of which those of `Optimizer.whole` stay together."""
     whole = {name: piece.matrix for name, piece in hidden_matrices(model).items()} if spec.kind == "muon" else {}
     return Exchange([p for p in model.parameters() if p.trainable], shard, transport, whole)
 

@@ -23,7 +23,7 @@ from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
 from .placement import kinds_of, kinds_on
 from .recording import RecordingError, RecordingRuntime
-from .task_runtime import Access, Handle, Terms
+from .task_runtime import Access, Eligible, Handle, Terms
 
 
 class CapturingRuntime(RecordingRuntime):
@@ -89,11 +89,11 @@ class CapturingRuntime(RecordingRuntime):
             yield
         self._plan = recorder.finish()
 
-    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Eligible:
         pin = None if combines or not self._pins else self._pin()
         if pin is not None:
-            return kinds_on(codelet, self._worker_names[pin]), pin, None
-        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None, None
+            return kinds_on(codelet, self._worker_names[pin]), pin
+        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

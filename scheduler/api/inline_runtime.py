@@ -12,7 +12,7 @@ from typing import Any
 from ..core.codelet import Codelet
 from ..core.records import HandleSpec, Mode
 from ..drivers.disk import Source
-from .task_runtime import Access, Handle, TaskRuntime, Terms
+from .task_runtime import Access, Eligible, Handle, TaskRuntime, Terms
 
 
 class InlineRuntime(TaskRuntime):
@@ -38,10 +38,10 @@ class InlineRuntime(TaskRuntime):
         """Always False: this runtime does not record."""
         return False
 
-    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Eligible:
         if codelet.cpu is None:
             raise ValueError(f"{codelet!r} has no CPU implementation; register one or use a runtime with its device")
-        return ("cpu",), None, None
+        return ("cpu",), None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         assert codelet.cpu is not None  # checked by _examine()

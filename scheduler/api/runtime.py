@@ -40,7 +40,7 @@ from .placement import Ability, check_policies, check_workers, find_ability, too
 from .recorded_step import Step
 from .recording import RecordingError, RecordingRuntime
 from .step_planning import assign_step, fuse_step, plan_step
-from .task_runtime import Access, Handle, Terms
+from .task_runtime import Access, Eligible, Handle, Terms
 
 
 class Runtime(RecordingRuntime):
@@ -200,7 +200,7 @@ class Runtime(RecordingRuntime):
         if self._recorder is not None:
             raise RecordingError(f"{record!r} cannot be acquired while a step is being recorded", "read values through the ticket of a replay")
 
-    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Eligible:
         executor = self._executor
         machine = executor.machine
         pin = None
@@ -224,7 +224,7 @@ class Runtime(RecordingRuntime):
             nbytes += handle.spec.size
         if nbytes > capacity:
             raise too_large(codelet, [(handle.record, mode) for handle, mode in accesses], nbytes, ability, machine)
-        return kinds, pin, None
+        return kinds, pin
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from ..core.codelet import Codelet
 from ..core.memory.extents import rounded
@@ -44,6 +44,7 @@ class Handle:
         written: whether a task writes it, or the first lane.
         num_contributions: number of counted contributions since the lanes were last combined.
         lanes: partial accumulators by number; None outside a sum.
+        has_flags: whether a task has written flags to it (`Condition.flags`).
     """
 
     record: Any
@@ -53,6 +54,7 @@ class Handle:
     written: bool = False
     num_contributions: int = 0
     lanes: dict[int, Handle] | None = None
+    has_flags: bool = False
 
     def __del__(self) -> None:
         inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed
@@ -72,13 +74,16 @@ class Handle:
     @property
     def view(self) -> View:
         """Function that creates the kernel's argument from a node's memory and an offset."""
-        return cast(View, self.spec.view)
+        return self.spec.view  # type: ignore[return-value]  # `handle` has put a View there
 
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, {self.nbytes} B)"
 
 
 Access = tuple[Handle, Mode]
+
+Eligible = tuple[tuple[WorkerKind, ...], WorkerId | None]
+"""Kinds of workers that may run a task, and the only worker that may, if the program has pinned the task."""
 
 Terms = tuple[tuple[WorkerKind, ...], WorkerId | None, Condition | None]
 """Kinds of workers that may run a task; the only worker that may, if the program has pinned the task; and the task's condition."""
@@ -107,7 +112,7 @@ class TaskRuntime(abc.ABC):
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._note_handle: Callable[[Handle], None] | None = None  # called with each new handle while a step is recorded
         self._num_blocks = 0
-        self._flagged: weakref.WeakSet[Handle] | None = None  # data with flags, which only tasks with `Condition.flags` write
+        self._has_flags = False  # whether any task has written flags
 
     def handle(
         self,
@@ -167,7 +172,7 @@ class TaskRuntime(abc.ABC):
         """Whether tasks are being captured instead of run."""
 
     @abc.abstractmethod
-    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
+    def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Eligible:
         """Return the workers that may run a task; refuse a task that no worker can run, before any state has changed.
 
         Args:
@@ -201,10 +206,9 @@ class TaskRuntime(abc.ABC):
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
-        terms = self._examine(codelet, accesses)
-        if condition is not None or self._flagged is not None:
+        eligible = self._examine(codelet, accesses)
+        if condition is not None or self._has_flags:
             self._note_flags(codelet, accesses, condition)
-            terms = terms[0], terms[1], condition
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
                 if handle.lanes is not None and (mode == R or mode == RW):
@@ -217,7 +221,7 @@ class TaskRuntime(abc.ABC):
             elif mode != R and mode != SCRATCH:
                 self._overwrite(handle)
             plain.append((handle, mode))
-        self._submit(codelet, plain, constants or {}, priority, terms)
+        self._submit(codelet, plain, constants or {}, priority, (*eligible, condition))
 
     def _note_flags(self, codelet: Codelet, accesses: Sequence[Access], condition: Condition | None) -> None:
         """Note the flags that a task writes.
@@ -225,25 +229,18 @@ class TaskRuntime(abc.ABC):
         Raises:
             ValueError: the condition does not match the accesses, or the task reads or writes flags without it.
         """
-        if self._flagged is None:
-            self._flagged = weakref.WeakSet()
         flags = -1 if condition is None else condition.flags
         if condition is not None:
             _check_condition(codelet, accesses, condition)
-            if condition.guard >= 0 and (guard := accesses[condition.guard][0]) not in self._flagged:
+            if condition.guard >= 0 and not (guard := accesses[condition.guard][0]).has_flags:
                 raise ValueError(
                     f"{codelet!r} depends on {guard!r}, to which no task has written flags; submit a task with Condition(flags=...) first"
                 )
         for position, (handle, mode) in enumerate(accesses):
-            if mode not in (R, SCRATCH) and position != flags:
-                self._refuse_writing(handle)
+            if handle.has_flags and mode not in (R, SCRATCH) and position != flags:
+                raise _has_other_writers(handle)
         if flags >= 0:
-            self._flagged.add(accesses[flags][0])
-
-    def _refuse_writing(self, handle: Handle) -> None:
-        """Raise `ValueError` if the handle has flags."""
-        if self._flagged is not None and handle in self._flagged:
-            raise ValueError(f"{handle!r} has flags of conditional tasks, so only tasks with Condition(flags=...) may write it; use other data")
+            self._has_flags = accesses[flags][0].has_flags = True
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -333,7 +330,7 @@ class TaskRuntime(abc.ABC):
         if handle.combine is None:
             raise ValueError(f"{handle!r} was summed in {len(lanes)} lanes but has no combine codelet; pass one")
         first, second, *_ = lanes.values()
-        terms = self._examine(handle.combine, [(first, RW), (second, R)], combines=True)
+        terms = (*self._examine(handle.combine, [(first, RW), (second, R)], combines=True), None)
         for a, b in pairs:
             other, total = lanes.pop(b, None), lanes.get(a)
             if other is None:
@@ -350,8 +347,8 @@ class TaskRuntime(abc.ABC):
         Raises:
             ValueError: the program would write flags.
         """
-        if mode != R:
-            self._refuse_writing(handle)
+        if handle.has_flags and mode != R:
+            raise _has_other_writers(handle)
         if handle.lanes is not None and (mode == R or mode == RW):
             self._combine(handle)
         if mode != R and mode != SCRATCH:
@@ -361,6 +358,11 @@ class TaskRuntime(abc.ABC):
         """Combine the lanes of all handles: a recorded step neither begins nor ends with partial sums."""
         for handle in sorted(self._summing, key=lambda handle: handle.name):
             self._combine(handle)
+
+
+def _has_other_writers(handle: Handle) -> ValueError:
+    """Return the error for a task or a program that would write flags."""
+    return ValueError(f"{handle!r} has flags of conditional tasks, so only tasks with Condition(flags=...) may write it; use other data")
 
 
 def _check_condition(codelet: Codelet, accesses: Sequence[Access], condition: Condition) -> None:

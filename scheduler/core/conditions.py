@@ -42,7 +42,7 @@ class Conditions:
             return
         flags = task.accesses[condition.flags][0]
         flags.flags = values
-        self._replicas.num_decisions += 1
+        self._replicas.num_flag_writes += 1
         if values is None or task.step is None or not self._replicas.has_several:
             return
         for after in task.successors:

@@ -72,6 +72,7 @@ class Machine:
 
     Attributes:
         memory: queries about the memory nodes.
+        conditions: the conditional tasks, with counters.
         stalls: time that workers idled although tasks for them were ready.
         handlers: the method that handles each type of event.
         num_unfinished: number of submitted tasks that are neither done, failed nor cancelled.
@@ -84,7 +85,8 @@ class Machine:
         self._admission = Admission(self._replicas)
         self._dispatch = Dispatch(self._replicas, self._admission, policy)
         self._losses = Losses(self._dispatch, self._replicas)
-        self._conditions = Conditions(self._losses, self._replicas)
+        self.conditions = Conditions(self._losses, self._replicas)
+        self._skipped = self.conditions.skipped
         self._lookaheads = Lookaheads(self._dispatch, self._replicas, enabled=prefetch)
         self.memory = MemoryStatus(self._replicas, self._admission)
         self.stalls = Stalls(self._dispatch, self._replicas.copies)
@@ -130,11 +132,6 @@ class Machine:
         return any(worker.node == self._replicas.last and not worker.aside for worker in self._dispatch.joined)
 
     @property
-    def conditions(self) -> Conditions:
-        """The conditional tasks, for their counters."""
-        return self._conditions
-
-    @property
     def num_ready(self) -> int:
         """Number of tasks that wait for a worker."""
         return self._dispatch.num_ready
@@ -157,7 +154,7 @@ class Machine:
         actions: list[Action] = []
         try:
             self.handlers[type(event)](event, actions)
-            if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel or self._conditions.skipped:
+            if not dispatch.num_active or dispatch.num_blocked or dispatch.to_cancel or self._skipped:
                 self._make_progress(actions)
         except ImpossibleTransition as error:
             task = getattr(event, "task", None)
@@ -220,7 +217,7 @@ class Machine:
         replicas, losses = self._replicas, self._losses
         has_several = replicas.has_several
         if task.spec.condition is not None:
-            self._conditions.note_flags(task, event.flags)
+            self.conditions.note_flags(task, event.flags)
         if task.step is not None:
             task.step.done[task.position] = 1
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
@@ -286,7 +283,7 @@ class Machine:
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Give a task without unfinished predecessors to the dispatch; `worker` ran the last of them."""
-        if task.spec.condition is not None and self._conditions.skips(task, worker):
+        if task.spec.condition is not None and self.conditions.skips(task, worker):
             return
         if not (self._losses.count and self._losses.cancels(task)):
             self._dispatch.push(task, worker, actions)
@@ -357,9 +354,9 @@ class Machine:
         """Cancel the tasks marked for it, retry blocked tasks, and ensure that something is in progress while tasks remain."""
         replicas, dispatch = self._replicas, self._dispatch
         while True:
-            while skipped := self._conditions.skipped:
-                task, worker = skipped.popleft()
-                self._conditions.end(task, actions)
+            while self._skipped:
+                task, worker = self._skipped.popleft()
+                self.conditions.end(task, actions)
                 self._release_successors(task, worker, actions)
             while dispatch.to_cancel:
                 self._cancel(*dispatch.to_cancel.pop(0), actions)
@@ -372,7 +369,7 @@ class Machine:
                     dispatch.retry(actions)
                 if dispatch.num_ready:
                     dispatch.feed(actions)
-                if dispatch.to_cancel or self._conditions.skipped or progress != self.num_finished + replicas.num_released:
+                if dispatch.to_cancel or self._skipped or progress != self.num_finished + replicas.num_released:
                     continue
             if dispatch.num_active or replicas.copies or not self.num_unfinished:
                 return

@@ -176,7 +176,7 @@ class Condition(NamedTuple):
     Attributes:
         guard: position of the access, of mode R, that has the flags; -1 for a task that always runs.
         number: number of the task's flag.
-        share: expected fraction of executions in which the flag is set, for virtual time and for eviction before the first use.
+        share: expected fraction of executions in which the flag is set, for virtual time, for groups of tasks, and for eviction before the first use.
         flags: position of the access, of mode W or RW, to which the task writes flags, one byte each; -1 for none.
     """
 

@@ -16,7 +16,11 @@ import torch
 
 from nntask import NntaskError
 from wrappers.torch import Session
+from wrappers.torch.capture.objectives import loss_of, objective_of, scalar
+from wrappers.torch.session.arguments import PlannedPasses
 from wrappers.torch.session.hosting import check_gpus
+from wrappers.torch.steps.captures import Captures
+from wrappers.torch.steps.dry import PassTerms
 
 
 class Mean(torch.nn.Module):
@@ -233,6 +237,11 @@ def _step(make_module: Callable[[], Any], **terms: Any) -> Callable[[Path], None
     return act
 
 
+def _step_of_another_module(_: Path) -> None:
+    other = Captures(Mean(), scalar(objective_of(loss_of)), PassTerms({}))
+    Session(Mean(), ram="16MB", planned=PlannedPasses(other, None, None))  # type: ignore[arg-type]  # refused before they are looked at
+
+
 def _with(make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> Callable[[Path], None]:
     """A session over a module and an instance of an optimizer."""
 
@@ -304,6 +313,7 @@ REFUSALS: Final = (
     Refusal("two tensors of one memory", r"alias and layer\.weight are two tensors of one memory", _step(_shared)),
     Refusal("a hook of a finished gradient", r"layer\.weight has a post-accumulate hook of its gradient", _step(_hooked)),
     Refusal("no values", r"weight has no values \(it is on the meta device\); give weights=DIR", _step(lambda: torch.nn.Linear(4, 4, device="meta"))),
+    Refusal("a planned step of another module", r"planned must be a step of this module", _step_of_another_module),
     Refusal("a name of no optimizer", r"optimizer must be one of sgd, adam, adamw.* got 'lion'", _step(Mean, optimizer="lion")),
     Refusal("another optimizer of PyTorch", r"got Adagrad", _with(lambda module: torch.optim.Adagrad(module.parameters()))),
     Refusal("a rate below 0", r"AdamW refuses \{'lr': -1\.0\}: Invalid learning rate", _step(Mean, lr=-1.0)),

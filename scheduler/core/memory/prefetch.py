@@ -106,7 +106,7 @@ class Lookahead:
             self._num_ended // stride,
             replicas.copies.num_ended[node],
             replicas.num_missed[node],
-            replicas.num_decisions,
+            replicas.num_flag_writes,
             *replicas.foresight.replays,
         )
         is_idle = self._waits and not replicas.copies.num_arriving(node)

@@ -43,7 +43,7 @@ class Replicas:
         copies: copies in progress.
         num_released: number of replicas dropped and copies ended so far; a task that waits for memory waits until it changes.
         num_evictions: number of replicas dropped to make room for other data.
-        num_decisions: number of conditional tasks whose flag was read, and of tasks that wrote flags.
+        num_flag_writes: number of tasks that wrote flags.
         num_missed: for each node, number of replicas dropped there so far although their data exists: evicted, or overwritten elsewhere.
         reservations: reserved bytes of the last tier.
         broken: error after which the last tier accepts no more data; None if it works.
@@ -54,8 +54,23 @@ class Replicas:
     """
 
     __slots__ = (
-        "broken", "candidates", "copies", "eviction", "foresight", "has_several", "last", "nodes", "num_cold",
-        "num_decisions", "num_evictions", "num_files", "num_missed", "num_released", "readers", "reservations", "wanted",
+        "broken",
+        "candidates",
+        "copies",
+        "eviction",
+        "foresight",
+        "has_several",
+        "last",
+        "nodes",
+        "num_cold",
+        "num_evictions",
+        "num_files",
+        "num_flag_writes",
+        "num_missed",
+        "num_released",
+        "readers",
+        "reservations",
+        "wanted",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], foresight: Foresight, eviction: EvictionPolicy) -> None:
@@ -67,7 +82,7 @@ class Replicas:
         self.reservations = Reservations(self.nodes[self.last], self.last, foresight)
         self.candidates = [Candidates(node, eviction) for node in self.nodes]
         self.copies = Copies(len(self.nodes), self.last)
-        self.num_decisions = 0
+        self.num_flag_writes = 0
         self.num_evictions = 0
         self.num_missed = [0] * len(self.nodes)
         self.readers: list[Replica] = []
@@ -230,7 +245,6 @@ class Replicas:
                 continue
             rate = share if handle.use_rate < 0 else handle.use_rate
             handle.use_rate = rate + (is_set - rate) / RECENT_USES
-        self.num_decisions += 1
 
     def enter_anew(self, handle: HandleRecord) -> None:
         """Sort the unused replicas of a handle anew, because a use of it was skipped and its next one is further away."""

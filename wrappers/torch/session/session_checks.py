@@ -18,7 +18,7 @@ def check_arguments(module: torch.nn.Module, learning: Learning, resources: Reso
 
     Raises:
         UsageError: a number is out of range, the module is unsuitable (`check_module`), a comparison or compiled chains are combined with GPUs, or
-            there is no compiler.
+            there is no compiler; a step that was planned is one of another module.
     """
     seed, minibatches, threads, ngpu, verify = learning.seed, learning.minibatches, resources.threads, resources.ngpu, execution.verify
     if not 0 <= seed < 1 << 63:
@@ -30,6 +30,9 @@ def check_arguments(module: torch.nn.Module, learning: Learning, resources: Reso
     if not isinstance(minibatches, int) or minibatches < 1:
         raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}", "1 takes a batch as a whole")
     check_module(module, has_weights=execution.weights is not None or execution.planned is not None)
+    planned = execution.planned
+    if planned is not None and (planned.captures.module is not module or (planned.captures.terms.compiler is None) == execution.compiled):
+        raise UsageError("planned must be a step of this module, captured with the same compiled=, got another one", "leave planned out")
     if verify and ngpu != 0:
         raise UsageError(f"verify= compares with PyTorch on CPUs, which draws other random numbers than GPUs, got ngpu={ngpu}", "use ngpu=0")
     if execution.compiled:
