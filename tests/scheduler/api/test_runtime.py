@@ -350,11 +350,14 @@ def test_ten_thousand_temporaries_keep_memory_flat(kit) -> None:  # type: ignore
 
         go(10_000)  # as many as below, so that as many are pending at once
         gc.collect()
-        before = process.memory_info().rss
-        go(10_000)
-        gc.collect()
-        assert process.memory_info().rss - before < 2 * MIB
-        assert kit.value(runtime, total) == 20_000
+        growths = []
+        for _ in range(3):  # what is left behind grows in every round, how many are pending at once varies
+            before = process.memory_info().rss
+            go(10_000)
+            gc.collect()
+            growths.append(process.memory_info().rss - before)
+        assert min(growths) < 2 * MIB
+        assert kit.value(runtime, total) == 40_000
         assert runtime.stats()["resident_bytes"]["ram"] == 4096
 
 
