@@ -206,7 +206,7 @@ class TaskRuntime(abc.ABC):
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
-        eligible = self._examine(codelet, accesses)
+        kinds, pin = self._examine(codelet, accesses)
         if condition is not None or self._has_flags:
             self._note_flags(codelet, accesses, condition)
         if self.lanes > 1:  # else there is nothing to sum
@@ -214,14 +214,15 @@ class TaskRuntime(abc.ABC):
                 if handle.lanes is not None and (mode == R or mode == RW):
                     self._combine(handle, priority)
         plain: list[Access] = []
-        for handle, mode in accesses:
+        for access in accesses:
+            handle, mode = access
             if mode == REDUX:
                 handle, mode, accumulate = self._contribute(handle)
-                constants = {**(constants or {}), "accumulate": accumulate}
+                access, constants = (handle, mode), {**(constants or {}), "accumulate": accumulate}
             elif mode != R and mode != SCRATCH:
                 self._overwrite(handle)
-            plain.append((handle, mode))
-        self._submit(codelet, plain, constants or {}, priority, (*eligible, condition))
+            plain.append(access)
+        self._submit(codelet, plain, constants or {}, priority, (kinds, pin, condition))
 
     def _note_flags(self, codelet: Codelet, accesses: Sequence[Access], condition: Condition | None) -> None:
         """Note the flags that a task writes.

@@ -153,19 +153,18 @@ class Executor(TaskReports):
         with self._lock:
             if self.waiters.broken is not None:
                 raise self.waiters.broken
-            if newcomer is not None and newcomer.spec.codelet is None and self.holds.own:
-                call = f"acquire() of {newcomer.accesses[0][0]!r}"
-                self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, call, self.machine.turns)
+            if newcomer is not None:
+                if newcomer.spec.codelet is None and self.holds.own:
+                    call = f"acquire() of {newcomer.accesses[0][0]!r}"
+                    self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, call, self.machine.turns)
+                newcomer.id = newcomer.order = TaskId(self._num_tasks)
+                self._num_tasks += 1
             try:
                 if self.inbox:
                     self._drain_inbox()
-                if type(event) is CopyFinished:
+                if newcomer is None and type(event) is CopyFinished:
                     source, target = event.source, event.target
                     self.models.record_copy(source.node, target.node, source.handle.spec.nbytes, copied_seconds)
-                elif newcomer is not None:
-                    newcomer.id = TaskId(self._num_tasks)
-                    newcomer.order = self._num_tasks
-                    self._num_tasks += 1
                 self._carry_out(self.machine.handle(event), None)
             except BaseException as error:
                 self.fail(error)
