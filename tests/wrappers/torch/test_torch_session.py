@@ -26,6 +26,7 @@ from nntask.config import ResourceSettings, machine_of
 from nntask.hardware import open_runtime
 from wrappers.torch import Session, empty_parameters
 from wrappers.torch.session.arguments import grouped
+from wrappers.torch.tasks.step import Pass
 
 pytest.importorskip("transformers")
 
@@ -687,6 +688,28 @@ def test_of_many_shapes_the_last_ones_are_kept(num_rounds: int) -> None:
             resident.append(session.runtime.stats()["resident_bytes"]["ram"])
     assert all(each == rounds[0] for each in rounds)
     assert resident[-1] <= resident[1]
+
+
+def test_a_step_is_emitted_once_and_a_refused_one_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks that are checked against the budget are those that run. Constants of a refused step get no memory."""
+    emitted, submit = list[int](), Pass.submit
+
+    def counted(self: Pass, *args: Any, minibatch: int = 0, **terms: Any) -> Any:
+        emitted.append(minibatch)
+        return submit(self, *args, minibatch=minibatch, **terms)
+
+    monkeypatch.setattr(Pass, "submit", counted)
+    with Session(_WithConstant(), ram="256KB", lr=1e-3, minibatches=2) as session:
+        before = session.runtime.stats()["resident_bytes"]["ram"]
+        with pytest.raises(DoesNotFit, match=r"raise ram=, use more and smaller minibatches, or add disk=DIR") as error:
+            session.step(x=torch.ones(2048, 64))
+        assert error.value.shortage.cause in ("step", "task")
+        assert session.runtime.stats()["resident_bytes"]["ram"] == before
+        emitted.clear()
+        first = session.step(x=torch.ones(2, 64))
+        assert emitted == [0, 1]
+        assert session.step(x=torch.ones(2, 64)) < first
+        assert emitted == [0, 1]
 
 
 def test_operations_made_again_change_nothing_and_are_of_training_alone() -> None:
