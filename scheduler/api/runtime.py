@@ -343,6 +343,11 @@ class Runtime(RecordingRuntime):
         """`DoesNotFit` of the first task that no memory could hold, the reason of later losses and cancellations; None without one."""
         return self._executor.failures.refusal
 
+    @property
+    def reading_nbytes(self) -> int:
+        """Bytes of host memory that readers of the attached sources have."""
+        return self._executor.machine.memory.readers_bytes
+
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """Return counters since the start: bytes per node and link, tasks and recomputing ones among them, evictions, seconds in kernels and stalled
         seconds (`core.stalls`).

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.torch_families import FAMILIES, Batch, eager, make
 from support.torch_refusals import REFUSALS, Refusal
 from torch.nn import functional
@@ -297,6 +298,21 @@ def test_weights_come_from_files_when_they_are_needed(family: str, tmp_path: Pat
         empty, _ = make(family, 0)
     with pytest.raises(DataError, match=r"has no weights; it needs model\.safetensors"):
         Session(empty, weights=tmp_path / "model", ram="64MB")
+
+
+def test_frozen_weights_in_files_need_no_room(tmp_path: Path) -> None:
+    """Without a disk tier, a session runs in less memory than they take, with the same losses; they are read again when they are needed."""
+    module = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)], torch.nn.Linear(256, 4))
+    module[:4].requires_grad_(False)
+    save_file(module.state_dict(), tmp_path / "model.safetensors")
+
+    def train_on_ones(module: torch.nn.Module, **terms: Any) -> list[float]:
+        with Session(module, "sgd", lr=0.1, loss=lambda out, batch: out.square().mean(), workers=1, **terms) as session:
+            return [session.step(input=torch.ones(4, 256)) for _ in range(3)]
+
+    losses = train_on_ones(copy.deepcopy(module), ram="64MB")
+    assert losses[0] > losses[2]
+    assert train_on_ones(module, ram="700KB", weights=tmp_path) == losses  # the frozen weights have 1,048,576 bytes
 
 
 class _Twice(torch.nn.Module):

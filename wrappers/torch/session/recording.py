@@ -176,7 +176,7 @@ class StepRecorder:
             plan = as_asked(plan, recompute)
         except ValueError as error:
             raise UsageError(f"recompute={recompute!r}: {error}") from error
-        needs = least_needs(plan, machine, recompute, quick=True)
+        needs = least_needs(plan, machine, recompute, quick=True, reading=self._state.runtime.reading_nbytes)
         if not needs.fit(machine):
             lack = shortage(machine, needs)
             is_of_device = is_device(lack.node)
