@@ -9,7 +9,7 @@ import pytest
 from scheduler.core.errors import InvalidEvent
 from scheduler.core.events import CopyFinished, SourceAttached, StepStarted, TaskSubmitted, WorkerJoined
 from scheduler.core.memory.extents import PAGE
-from scheduler.core.records import RAM, RW, HandleRecord, NodeId, R, Replica, W, Worker
+from scheduler.core.records import RAM, RW, HandleRecord, NodeId, R, Replica, Task, TaskId, TaskSpec, W, Worker
 from scheduler.testing import FakeDriver
 
 SIM, DISK = NodeId(1), NodeId(2)
@@ -120,6 +120,14 @@ def start_twice(scene: Scene) -> None:
     scene.machine.handle(StepStarted(scene.replicas.foresight.replays[0]))
 
 
+def overwrite_in_transit(scene: Scene) -> None:
+    """Start a task that writes data whose backing replica is in use."""
+    scene.idle.replicas[DISK].pins = 1
+    accesses = ((scene.idle, RW),)
+    task = Task(TaskId(9), TaskSpec(None, "writer", ("cpu",), accesses, {}), accesses, replicas=[scene.replica])
+    scene.replicas.invalidate_others(task, [])
+
+
 EVENTS: list[tuple[str, Callable[[Scene], object]]] = [
     ("worker 0 joined twice", lambda scene: scene.machine.handle(WorkerJoined(Worker(scene.worker.id, "cpu", RAM, 1)))),
     ("was submitted while running", lambda scene: scene.machine.handle(TaskSubmitted(scene.task))),
@@ -129,6 +137,7 @@ EVENTS: list[tuple[str, Callable[[Scene], object]]] = [
         "from node 0 to node 2 finished but was not in progress",
         lambda scene: scene.machine.handle(CopyFinished(scene.replica, scene.idle.replicas[DISK])),
     ),
+    ("would be overwritten while its backing replica is in use", overwrite_in_transit),
     ("on node 0 would be freed while pinned", lambda scene: scene.replicas.drop(scene.read.replicas[RAM], [])),
 ]
 
