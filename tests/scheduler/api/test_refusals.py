@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scheduler import Codelet, Condition, InlineRuntime, RecordingError, Runtime
+from scheduler import CapturingRuntime, Codelet, Condition, InlineRuntime, PlacementError, RecordingError, Runtime, SchedulerError
+from scheduler.planning import PlannedOrder
 from scheduler.storage.arena import HostArena
 from scheduler.testing import FakeGpu
 
@@ -46,6 +47,58 @@ def gpus_without_a_budget(kit: Any) -> None:
     Runtime(1, ram=MIB, gpus=[FakeGpu()])
 
 
+def two_kinds_of_devices(kit: Any) -> None:
+    """GPUs next to simulated devices."""
+    Runtime(1, ram=MIB, sim_gpus=2, gpus=[FakeGpu()], gpu_memory=MIB)
+
+
+def an_unknown_eviction_policy(kit: Any) -> None:
+    """A name that no policy has."""
+    Runtime(1, ram=MIB, evict="random")
+
+
+def a_worker_that_is_missing(kit: Any) -> None:
+    """A step that was captured for two devices, on a runtime with one."""
+    captured = CapturingRuntime(workers=("cpu:0", "sim:0", "sim:1"))
+    with captured.record(), captured.place("sim:1"):
+        captured.submit(kit.empty, [(kit.handle(captured), "W")])
+    planned = PlannedOrder("submission", captured.plan, {})
+    with Runtime(1, ram=MIB, sim_gpus=1, gpu_memory=MIB) as runtime:
+        runtime.adopt(planned, {}, {})
+
+
+def _record(kit: Any, **options: str) -> None:
+    with Runtime(1, ram=MIB) as runtime, runtime.record(**options):
+        runtime.submit(kit.empty, [(kit.handle(runtime), "W")])
+
+
+def an_unknown_order(kit: Any) -> None:
+    """A name that no order of the step has."""
+    _record(kit, order="backwards")
+
+
+def an_unknown_recomputation(kit: Any) -> None:
+    """An operation that the step does not have."""
+    _record(kit, recompute="gelu")
+
+
+def a_source_after_the_end(kit: Any) -> None:
+    """A file for data of a runtime that is closed."""
+    with Runtime(1, ram=MIB) as runtime:
+        data = kit.handle(runtime, "data")
+    runtime.attach(data, Zeros())
+
+
+class Zeros:
+    """A source of zeros."""
+
+    scratch_nbytes = 0
+
+    def read(self, out: Any, scratch: memoryview) -> None:
+        """Fill the view."""
+        out.fill(0)
+
+
 def a_budget_without_addresses(kit: Any) -> None:
     """More bytes than addresses."""
     HostArena(1 << 62)
@@ -61,6 +114,12 @@ REFUSED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
         r"^Codelet\('exchange'\) depends on a flag, so it must run on a worker, got a host operation; submit it without",
     ),
     (gpus_without_a_budget, ValueError, r"^GPUs need a budget; give gpu_memory, the bytes of each$"),
+    (two_kinds_of_devices, ValueError, r"^devices must be real or simulated, got 1 and 2; leave one kind out$"),
+    (an_unknown_eviction_policy, ValueError, r"^unknown eviction policy 'random'; there are next-use, lru, fifo$"),
+    (a_worker_that_is_missing, PlacementError, r"^place\(\) takes the name of a worker of this runtime, got 'worker 2'; name one of cpu:0, sim:0$"),
+    (an_unknown_order, RecordingError, r"^this step has no order 'backwards'; it has submission, .*, and auto$"),
+    (an_unknown_recomputation, RecordingError, r"^this step has no results of 'gelu' to recompute; name some of "),
+    (a_source_after_the_end, SchedulerError, r"^the runtime is closed"),
     (a_budget_without_addresses, MemoryError, r"^the system refused to reserve 4,611,686,018,427,387,904 bytes .*; lower the memory budget$"),
 ]
 

@@ -8,6 +8,8 @@ import pytest
 
 from scheduler.core.errors import InvalidEvent
 from scheduler.core.events import CopyFinished, SourceAttached, StepStarted, TaskSubmitted, WorkerJoined
+from scheduler.core.memory import coherence
+from scheduler.core.memory.compaction import Compaction
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.records import RAM, RW, HandleRecord, NodeId, R, Replica, Task, TaskId, TaskSpec, W, Worker
 from scheduler.testing import FakeDriver
@@ -138,6 +140,8 @@ EVENTS: list[tuple[str, Callable[[Scene], object]]] = [
         lambda scene: scene.machine.handle(CopyFinished(scene.replica, scene.idle.replicas[DISK])),
     ),
     ("would be overwritten while its backing replica is in use", overwrite_in_transit),
+    ("'copied from' is impossible while reserved", lambda scene: coherence.step(scene.idle.replicas[DISK], "copied from")),
+    ("on node 0 would be moved while pinned", lambda scene: Compaction(scene.replicas)._compact(RAM, [])),
     ("on node 0 would be freed while pinned", lambda scene: scene.replicas.drop(scene.read.replicas[RAM], [])),
 ]
 
