@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from scheduler.core.shortage import Shortage
 from scheduler.drivers import cuda_cupy
 from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, choose_gpus, find_gpus
 from scheduler.drivers.gpu import NoGpu
+from scheduler.drivers.nccl import OLDEST_CUPY, find_library
 
 
 class Cuda:
@@ -105,6 +108,13 @@ def test_memory_that_a_card_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal.value.shortage == Shortage("reserve", card.name, 1 << 34, 1 << 30)
     assert refusal.value.fact == f"{card.name} did not give 17,179,869,184 bytes (CUDA error 2): 1,073,741,824 of its 2,147,483,648 are free"
     assert refusal.value.remedy == "lower the budget of the device, or end other programs that use the card"
+
+
+def test_nccl_needs_a_newer_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that is installed, and how to get another one."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="13.6.0"))
+    with pytest.raises(NoGpu, match=rf"^NCCL is used through CuPy {OLDEST_CUPY} or newer, and 13\.6\.0 is installed; pip install"):
+        find_library()
 
 
 def test_a_graph_that_nobody_has_is_given_back() -> None:
