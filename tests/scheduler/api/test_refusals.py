@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from scheduler import CapturingRuntime, Codelet, Condition, InlineRuntime, PlacementError, RecordingError, Runtime, SchedulerError
+from scheduler import (
+    CapturingRuntime,
+    Codelet,
+    Condition,
+    DoesNotFit,
+    InlineRuntime,
+    PlacementError,
+    RecordingError,
+    Runtime,
+    SchedulerError,
+    TaskError,
+)
 from scheduler.planning import PlannedOrder
 from scheduler.storage.arena import HostArena
 from scheduler.testing import FakeGpu
@@ -99,6 +110,20 @@ class Zeros:
         out.fill(0)
 
 
+class Torn(Zeros):
+    """A source that cannot be read."""
+
+    def read(self, out: Any, scratch: memoryview) -> None:
+        """Raise an error."""
+        raise OSError("planted")
+
+
+class Large(Zeros):
+    """A source whose readers need more memory than there is."""
+
+    scratch_nbytes = MIB
+
+
 def a_budget_without_addresses(kit: Any) -> None:
     """More bytes than addresses."""
     HostArena(1 << 62)
@@ -129,3 +154,46 @@ def test_a_program_is_refused_in_a_sentence(program: Callable[[Any], None], kind
     """The runtime can be closed afterwards."""
     with pytest.raises(kind, match=words):
         program(kit)
+
+
+FAILED = [
+    {"cause": "raised", "why": "ZeroDivisionError: planted"},
+    {"cause": "unwritten", "why": ""},
+    {"cause": "lost", "why": "task 0 fail(W data) failed: planted"},
+    {"cause": "unread", "why": "planted"},
+]
+
+
+@pytest.mark.parametrize("facts", FAILED, ids=[facts["cause"] for facts in FAILED])
+def test_each_cause_of_a_failed_task_is_produced(facts: dict[str, str], kit: Any) -> None:
+    """A kernel that raises; a task that reads data which nothing has written, whose writer has failed, or whose file cannot be read."""
+    cause = facts["cause"]
+    with Runtime(1, ram=MIB) as runtime:
+        data, result = kit.handle(runtime, "data"), kit.handle(runtime, "result")
+        if cause in ("raised", "lost"):
+            runtime.submit(kit.fail, [(data, "W")])
+        if cause == "unread":
+            runtime.attach(data, Torn())
+        if cause == "lost":
+            with pytest.raises(TaskError):
+                runtime.wait()
+        if cause != "raised":
+            runtime.submit(kit.plus, [(data, "R"), (result, "W")])
+        with pytest.raises(TaskError) as failure:
+            runtime.wait()
+    error = failure.value
+    assert error.cause == cause
+    assert ("fail" if cause == "raised" else "plus") in error.task
+    assert ("'data'" in error.data) == (cause != "raised")
+    assert facts["why"] in error.why
+
+
+def test_readers_that_take_too_much_are_refused(kit: Any) -> None:
+    """Before the data is attached; four of them read at a time."""
+    with Runtime(1, ram=MIB) as runtime:
+        data = kit.handle(runtime, "data")
+        with pytest.raises(DoesNotFit) as refusal:
+            runtime.attach(data, Large())
+        lack = refusal.value.shortage
+        assert (lack.cause, lack.node, lack.needed, lack.budget, lack.taken) == ("readers", "ram", 4 * MIB, MIB, 0)
+        assert kit.value(runtime, kit.filled(runtime, 3, "other")) == 3
