@@ -137,13 +137,17 @@ class Emulator(FakeGpu):
         self.later(lambda: start(StreamPointer(self.name, None, 0)))
 
     @staticmethod
-    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):
-        target, right = on_host(out), on_host(b).astype(np.float32)
-        width = a.shape[1]
-        left = on_host(a.at(a.dtype, (a.shape[0] - 1) * (stride_a or width) + width))
-        left = np.lib.stride_tricks.as_strided(left, a.shape, ((stride_a or width) * a.dtype.itemsize, a.dtype.itemsize)).astype(np.float32)
+    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None, stride_out=None):
+        target, left, right = _matrix(out, stride_out), _matrix(a, stride_a).astype(np.float32), on_host(b).astype(np.float32)
         product = np.float32(alpha) * ((left.T if trans_a else left) @ (right.T if trans_b else right))
         target[...] = target.astype(np.float32) + product if accumulate else product
+
+
+def _matrix(array: DeviceArray, stride: int | None) -> np.ndarray:
+    """A matrix whose rows begin `stride` elements apart; None for its width."""
+    (rows, width), distance = array.shape, stride or array.shape[1]
+    flat = on_host(array.at(array.dtype, (rows - 1) * distance + width))
+    return np.lib.stride_tricks.as_strided(flat, array.shape, (distance * array.dtype.itemsize, array.dtype.itemsize))
 
 
 def on_device(array: np.ndarray) -> DeviceArray:

@@ -125,7 +125,7 @@ class CudaDevice(CupyGpu):
         self.num_started += 1
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, *, alpha: float, accumulate: bool, **layout: Any) -> None:
-        """out (+)= alpha * op(a) @ op(b), sums in fp32; `layout` has trans_a, trans_b and stride_a of `launch.Device`."""
+        """out (+)= alpha * op(a) @ op(b), sums in fp32; `layout` has the other arguments of `launch.Device`."""
         product = column_major(a, b, out, **layout)
         self.num_started += 1  # a library may have started something before it fails
         try:

@@ -139,7 +139,7 @@ class HollowGpu:
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
         """Count a product, after computing its arguments."""
-        column_major(a, b, out, trans_a=options["trans_a"], trans_b=options["trans_b"], stride_a=options.get("stride_a"))
+        column_major(a, b, out, **{name: value for name, value in options.items() if name not in ("alpha", "accumulate")})
         self._count("product")
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:

@@ -60,7 +60,9 @@ class ColumnMajor(NamedTuple):
     ldc: int
 
 
-def column_major(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, stride_a: int | None = None) -> ColumnMajor:
+def column_major(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, stride_a: int | None = None, stride_out: int | None = None
+) -> ColumnMajor:
     """Return out = op(a) @ op(b) of row-major matrices in cuBLAS's terms.
 
     Raises:
@@ -70,7 +72,7 @@ def column_major(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: b
         raise TypeError(f"cuBLAS multiplies matrices of one type, got {a.dtype} and {b.dtype}; give both the same type")
     rows, columns = out.shape
     inner = a.shape[0] if trans_a else a.shape[1]
-    return ColumnMajor(int(trans_b), int(trans_a), columns, rows, inner, b, b.shape[1], a, stride_a or a.shape[1], out, columns)
+    return ColumnMajor(int(trans_b), int(trans_a), columns, rows, inner, b, b.shape[1], a, stride_a or a.shape[1], out, stride_out or columns)
 
 
 class Cublas:

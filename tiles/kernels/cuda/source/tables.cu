@@ -53,20 +53,24 @@ KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_s
 }
 EXPORT(embedding_backward)
 
-// logits (R, N): a bias (N,) is added, if there is one, and then they become cap tanh(logits / cap), if the cap is not 0
-KERNEL shape_logits(float *logits, const T *bias, float cap, int width, long long count) {
+// logits (R, stride) of which (R, N) are logits: a bias (N,) is added, if there is one, and then they become cap tanh(logits / cap), if the cap is not 0
+KERNEL shape_logits(float *logits, const T *bias, float cap, int width, int stride, long long count) {
     EACH(i, count) {
-        float z = logits[i] + (bias ? widen(bias[i % width]) : 0.0f);
+        int column = (int)(i % stride);
+        if (column >= width) continue;
+        float z = logits[i] + (bias ? widen(bias[column]) : 0.0f);
         logits[i] = cap > 0.0f ? cap * tanhf(z / cap) : z;
     }
 }
 EXPORT(shape_logits)
 
-// A block of logits (R, N), of columns [v_start, v_start + N) of the vocabulary: each row's running maximum and sum of exponentials, the target's logit.
-// A thread reads N logits at a time, and each logit once: its sum follows its maximum.
+// Logits (R, N), of columns [v_start, v_start + N) of the vocabulary, in rows of `stride`, a multiple of 8: each row's running maximum and sum of
+// exponentials, the target's logit. A thread reads N logits at a time, and each logit once: its sum follows its maximum.
 template <int N> __device__ inline void add_to_statistics(const float *row, int width, float &top, float &sum) {
     for (int j = threadIdx.x * N; j < width; j += blockDim.x * N) {
         Numbers<float, N> z = load<N>(row + j);
+        if (j + N > width)
+            for (int e = 0; e < N; e++) z.x[e] = j + e < width ? z.x[e] : -INFINITE;
         float before = top;
         UNROLLED
         for (int e = 0; e < N; e++) top = larger(z.x[e], top);
@@ -76,11 +80,11 @@ template <int N> __device__ inline void add_to_statistics(const float *row, int 
     }
 }
 
-KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first) {
+KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int stride, int first) {
     SHARED(float, buffer);
-    const float *row = logits + (long long)blockIdx.x * width;
+    const float *row = logits + (long long)blockIdx.x * stride;
     float before = first ? -INFINITE : peak[blockIdx.x], own = -INFINITE, sum = 0.0f;
-    if (width % 8 == 0 && are_aligned(logits))
+    if (are_aligned(logits))
         add_to_statistics<8>(row, width, own, sum);
     else
         add_to_statistics<1>(row, width, own, sum);
@@ -116,34 +120,37 @@ __device__ inline void logits_to_gradients(float *row, float lse, int target, in
     }
 }
 
-// p = scale factor (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place; rows of `width` elements T at the beginning of rows of floats.
+// p = scale factor (exp(logits - lse) - 1 at the target), 0 for ignored tokens, in place: rows of `width` elements T at the beginning of rows of `stride`
+// floats. The rest of a row is left undefined.
 // Of logits cap tanh(z / cap), the gradients by z: times 1 - tanh^2.
-KERNEL logit_gradients(float *logits, const int *targets, const float *lse, const float *factor, int v_start, int width, float scale, float cap) {
-    float *row = logits + (long long)blockIdx.x * width;
+KERNEL logit_gradients(
+    float *logits, const int *targets, const float *lse, const float *factor, int v_start, int width, int stride, float scale, float cap) {
+    float *row = logits + (long long)blockIdx.x * stride;
     int target = targets[blockIdx.x];
     if (factor) scale *= factor[0];
-    if (width % 8 == 0 && are_aligned(logits))
+    if (are_aligned(logits))
         logits_to_gradients<8>(row, lse[blockIdx.x], target - v_start, target < 0, scale, cap, width);
     else
         logits_to_gradients<1>(row, lse[blockIdx.x], target - v_start, target < 0, scale, cap, width);
 }
 EXPORT(logit_gradients)
 
-// Sums of the columns of a piece of the rows of p (R, N), whose rows begin `stride` elements apart, to out (pieces, N). Grid: (groups of 32 columns, pieces)
-KERNEL gradient_columns(const T *p, float *out, int num_rows, int width, int stride) {
+// Sums of the columns of a piece of the rows of p (R, N), whose rows begin `stride` elements apart, to out (pieces, N), or added to it.
+// Grid: (groups of 32 columns, pieces)
+KERNEL gradient_columns(const T *p, float *out, int num_rows, int width, int stride, int accumulate) {
     SHARED(float, buffer);
     int column = blockIdx.x * 32 + threadIdx.x % 32, end = first_of_piece(num_rows, blockIdx.y + 1, gridDim.y);
     float sum = 0.0f;
     if (column < width)
         for (int r = first_of_piece(num_rows, blockIdx.y, gridDim.y) + threadIdx.x / 32; r < end; r += LANES)
             sum += widen(p[(long long)r * stride + column]);
-    add_lanes<1>(&sum, buffer, out + (long long)blockIdx.y * width, column, width, 0);
+    add_lanes<1>(&sum, buffer, out + (long long)blockIdx.y * width, column, width, accumulate);
 }
 EXPORT(gradient_columns)
 
-KERNEL gradient_columns_of_pieces(const float *partial, float *total, int num_pieces, int width) {
+KERNEL gradient_columns_of_pieces(const float *partial, float *total, int num_pieces, int width, int accumulate) {
     SHARED(float, buffer);
-    add_pieces(partial, total, blockIdx.x * 32 + threadIdx.x % 32, num_pieces, width, width, 0, buffer);
+    add_pieces(partial, total, blockIdx.x * 32 + threadIdx.x % 32, num_pieces, width, width, accumulate, buffer);
 }
 EXPORT(gradient_columns_of_pieces)
 
