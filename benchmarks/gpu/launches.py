@@ -20,7 +20,6 @@ SIZES: Final = {"T": 0, "bf16": 2, "float": 4, "int": 4, "double": 8, "u64": 8}
 UPDATED: Final = {
     "adam": ("m", "v", "master"),
     "add_bias": ("y",),
-    "bias_activation": ("pre",),
     "sgd": ("buffer", "master"),
 }
 """Arrays that a kernel reads and writes, by kernel."""
@@ -105,10 +104,10 @@ def nbytes_of(kernel: str, declared: tuple[Parameter, ...], arguments: tuple[Any
     for one, given in zip(declared, arguments, strict=True):
         if one.is_pointer:
             total += (1 + (one.name in updated)) * (given.nbytes if isinstance(given, DeviceArray) else 0)
-        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; rows of a bias and totals are small
+        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; totals are small
             counts = given["counts"]
             for field in one.fields:
-                if field.name in ("bias", "sums", "total", "partial"):
+                if field.name in ("sums", "total", "partial"):
                     continue
                 elements = sum(int(count) for count, address in zip(counts, given[field.name], strict=True) if address)
                 total += (1 + (field.name in updated)) * elements * (field.size or itemsize)

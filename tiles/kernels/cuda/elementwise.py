@@ -11,13 +11,12 @@ import numpy as np
 
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, THREADS, KernelSource, blocks_for, device
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
 from .many import SUMS_NBYTES, Row, Task, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
 _COLUMNS: Final = table("x", "total", "partial", numbers=("widths", "accumulate", "pieces", "wide"))
-_BIASED: Final = table("y", "bias", numbers=("widths",))
 
 
 @register("accumulate", "cuda")
@@ -246,29 +245,21 @@ def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:
 @register("linear_bias", "cuda")
 def linear_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray, y: DeviceArray, *, trans_b: bool) -> None:
     """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
-    linear_bias_many([((x, w, bias, y), {"trans_b": trans_b})])
-
-
-@register_many(linear_bias)
-def linear_bias_many(tasks: Sequence[Task]) -> None:
-    """Compute `linear_bias` for several products, adding all biases of one type in one launch."""
-    for (x, w, _, y), constants in tasks:
-        matmul(x, w, y, trans_a=False, trans_b=constants["trans_b"], alpha=1.0, accumulate=False)
-    add_biases([(y, bias) for (_, _, bias, y), _ in tasks])
-
-
-def add_biases(pairs: Sequence[tuple[DeviceArray, DeviceArray]]) -> None:
-    """y += bias for each pair (y, bias)  # (R, N) + (N,)."""
-    for alike in by_type([(pair, {}) for pair in pairs if pair[0].size]):
-        rows = [tiles for tiles, _ in alike]
-        blocks = [blocks_for(y.size, 16 // y.dtype.itemsize) for y, _ in rows]
-        given = filled(_BIASED, rows, blocks, widths=[y.shape[-1] for y, _ in rows])
-        _source.start("add_bias", rows[0][0].dtype, given, grid=(sum(blocks), 1, 1))
+    product_with_bias(x, w, bias, y, trans_b=trans_b, accumulate=False)
 
 
 @register("linear_activation", "cuda")
 def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, trans_b: bool, accumulate: bool) -> None:
     """pre (+)= x @ op(w) [+ bias]; y = activation(rounded pre); rest is [bias,] pre, y."""
     *bias, pre, y = rest
-    matmul(x, w, pre, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
-    _source.each("bias_activation", pre.dtype, pre.size, pre, bias[0] if bias else None, y, _number(kind), np.int32(pre.shape[-1]), is_wide=True)
+    product_with_bias(x, w, bias[0] if bias else None, pre, trans_b=trans_b, accumulate=accumulate)
+    activation(pre, y, kind=kind)
+
+
+def product_with_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray | None, y: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:
+    """y (+)= x @ op(w) [+ bias]; rounded once where cuBLASLt has such a product, else after each addition."""
+    if bias is not None and not accumulate and device().gemm_with_bias(x.rows(), w, bias, y.rows(), trans_b=trans_b):
+        return
+    device().gemm(x.rows(), w, y.rows(), trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
+    if bias is not None:
+        _source.each("add_bias", y.dtype, y.size, y, bias, np.int32(y.shape[-1]), is_wide=True)

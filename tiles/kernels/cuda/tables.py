@@ -200,11 +200,10 @@ def dropout(
     stream: int,
     shape: tuple[int, ...],
     origin: tuple[int, ...],
-    bias: DeviceArray | None = None,
 ) -> None:
-    """y = (x [+ bias, rounded]) / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
-    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape), np.int32(x.shape[-1]))
-    _source.each("dropout", x.dtype, x.size, x, bias, key, y, *numbers, is_wide=True)
+    """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
+    _source.each("dropout", x.dtype, x.size, x, key, y, *numbers, is_wide=True)
 
 
 @register("keyed_uniform", "cuda")

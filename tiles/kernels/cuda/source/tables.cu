@@ -235,12 +235,11 @@ template <class I> __device__ inline u64 index_of(const Place &place, I i) {
     return index + (u64)(place.origin[0] + (long long)i) * (u64)place.strides[0];
 }
 
-// y = (x [+ bias, rounded]) / (1 - p) where a number survives; N neighbours have indices of one distance
+// y = x / (1 - p) where a number survives; N neighbours have indices of one distance
 template <int N, class I>
-__device__ inline void dropout_of(const T *x, const T *bias, u64 key, T *y, float p, u32 threshold, const Place &place, int width, long long count) {
+__device__ inline void dropout_of(const T *x, u64 key, T *y, float p, u32 threshold, const Place &place, long long count) {
     EACH_PIECE(i, N, count) {
         Numbers<T, N> numbers = load<N>(x + i);
-        if (bias) numbers = sum_of<N>(numbers, load<N>(bias + column_of<N>(i, width)));
         u64 index = index_of<I>(place, (I)i);
         UNROLLED
         for (int e = 0; e < N; e++)
@@ -249,12 +248,12 @@ __device__ inline void dropout_of(const T *x, const T *bias, u64 key, T *y, floa
     }
 }
 
-KERNEL dropout(const T *x, const T *bias, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, int width, long long count) {
+KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, long long count) {
     u64 own = mixed(key[0], key[1], (u64)stream);
-    if (width % WIDE == 0 && are_aligned(x, bias, y) && count >> 32 == 0)
-        dropout_of<WIDE, u32>(x, bias, own, y, p, threshold, place, width, count);
+    if (place.extents[3] % WIDE == 0 && are_aligned(x, y) && count >> 32 == 0)
+        dropout_of<WIDE, u32>(x, own, y, p, threshold, place, count);
     else
-        dropout_of<1, long long>(x, bias, own, y, p, threshold, place, width, count);
+        dropout_of<1, long long>(x, own, y, p, threshold, place, count);
 }
 EXPORT(dropout)
 
