@@ -242,13 +242,15 @@ def test_wide_rows(dtype: type, emulator: Emulator) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emulator) -> None:
+@pytest.mark.parametrize("width", [20, 6])
+def test_gradients_of_a_table_over_many_tokens(width: int, accumulate: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that occur often, in several pieces of the search, once, or in other tiles; rows nobody names are cleared or kept."""
     emulator.backwards = False
+    monkeypatch.setattr(tables, "THREADS", 32)
     rng = np.random.default_rng(0)
     tokens = rng.choice([3, 5, 6, 17, 30], (1, 700)).astype(np.int32)
     tokens[0, 299] = 9
-    dy, table = rng.standard_normal((1, 700, 20)).astype(np.float32), rng.standard_normal((16, 20)).astype(np.float32)
+    dy, table = rng.standard_normal((1, 700, width)).astype(np.float32), rng.standard_normal((16, width)).astype(np.float32)
     check("embedding_backward", [tokens, dy, table], {"v_start": 2, "accumulate": accumulate}, rtol=2e-5, atol=2e-5)
 
 

@@ -26,6 +26,8 @@ LOGITS: Final = 1 << 27
 """Largest number of logits that exist at a time, 512 MiB: whole rows, because a row's gradients need the sum over all its columns."""
 _ROWS: Final = 128
 """Divisor of the number of rows whose logits exist at a time, the rows of a block of large products."""
+_TOKENS: Final = 16
+"""Number of tokens that a thread of `embedding_backward` compares at a time."""
 _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
 
 
@@ -60,7 +62,8 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
     if not accumulate:
         fill(dtable, value=0.0)
     numbers = (np.int32(v_start), np.int32(dtable.shape[0]), np.int32(dtable.shape[1]), np.int32(tokens.size))
-    _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), shared=8 * THREADS)
+    shared = 4 * (THREADS + 32 + _TOKENS * THREADS)
+    _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), threads=THREADS, shared=shared)
 
 
 def head_scratch_nbytes(num_rows: int, num_columns: int) -> int:

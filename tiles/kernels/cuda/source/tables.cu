@@ -23,31 +23,76 @@ KERNEL embedding(const int *tokens, const T *table, T *x, int v_start, int num_r
 }
 EXPORT(embedding)
 
+// Number of tokens that a thread compares at a time
+#define TOKENS 16
+
+// Bits of the tokens [begin, begin + TOKENS) that are `token`; four at a time where they lie within the array, which begins at a multiple of 16 bytes
+__device__ inline u32 occurrences(const int *tokens, int token, int begin, int num_tokens, bool is_wide) {
+    u32 bits = 0;
+    if (is_wide && begin + TOKENS <= num_tokens) {
+        UNROLLED
+        for (int e = 0; e < TOKENS; e += 4) {
+            Numbers<int, 4> four = load<4>(tokens + begin + e);
+            UNROLLED
+            for (int i = 0; i < 4; i++) bits |= (u32)(four.x[i] == token) << (e + i);
+        }
+    } else
+        for (int e = 0; e < TOKENS && begin + e < num_tokens; e++) bits |= (u32)(tokens[begin + e] == token) << e;
+    return bits;
+}
+
+// target[j] += dy[place][j] over `count` places, in order
+template <int N> __device__ inline void add_rows_at(const int *places, int count, const T *dy, float *target, int width) {
+    for (int j = threadIdx.x * N; j < width; j += blockDim.x * N) {
+        Numbers<float, N> sum = load<N>(target + j);
+        for (int m = 0; m < count; m++) {
+            Numbers<T, N> row = load<N>(dy + (long long)places[m] * width + j);
+            UNROLLED
+            for (int e = 0; e < N; e++) sum.x[e] += widen(row.x[e]);
+        }
+        store<N>(target + j, sum);
+    }
+}
+
 // dtable[tokens[n]] += dy[n] in the order of n. Grid: one block a token; the block of a token's first occurrence adds all of them, so nothing is added
-// at once. A piece of tokens is searched by all threads; most have none of the row, and end there.
+// at once. A piece of tokens is searched by all threads; most have none of the row, and end there. A thread's tokens are neighbours, so the places of
+// all threads one after another are in order.
+//
+// Ladder (H200, 16,384 random tokens of 50,257, in us, with a fill of 36): a token of each thread at a time 548
 KERNEL embedding_backward(const int *tokens, const T *dy, float *dtable, int v_start, int num_rows, int width, int num_tokens) {
-    SHARED(int, is_here);
-    int *places = is_here + blockDim.x;
+    SHARED(int, counts);
+    int *totals = counts + blockDim.x, *places = totals + 32;
     int t = threadIdx.x, first = blockIdx.x, token = tokens[first], row = token - v_start;
     if (row < 0 || row >= num_rows) return;
     float *target = dtable + (long long)row * width;
-    for (int start = 0; start < num_tokens; start += blockDim.x) {
-        int n = start + t, found = n < num_tokens && tokens[n] == token;
-        if (__syncthreads_or(found && n < first)) return;
-        if (!__syncthreads_or(found)) continue;
-        is_here[t] = found;
-        __syncthreads();
-        int count = 0;
-        for (int m = 0; m < (int)blockDim.x; m++) {
-            if (m == t && found) places[count] = n;
-            count += is_here[m];
+    bool is_wide = are_aligned(tokens), has_wide_rows = width % 4 == 0 && are_aligned(dy, dtable);
+    for (int begin = t * TOKENS;; begin += blockDim.x * TOKENS) {
+        u32 bits = 0;
+        for (int is_here = 0; !is_here; begin += is_here ? 0 : blockDim.x * TOKENS) {
+            int num_before = min(TOKENS, first - begin);
+            if (begin - t * TOKENS >= num_tokens) return;
+            bits = occurrences(tokens, token, begin, num_tokens, is_wide);
+            if (__syncthreads_or(num_before > 0 && (bits & ((1u << num_before) - 1)))) return;
+            is_here = __syncthreads_or(bits);
         }
+        int own = 0, place = 0, count = 0;
+        for (int e = 0; e < TOKENS; e++) own += bits >> e & 1;
+        counts[t] = own;
         __syncthreads();
-        for (int j = t; j < width; j += blockDim.x) {
-            float sum = target[j];
-            for (int m = 0; m < count; m++) sum += widen(dy[(long long)places[m] * width + j]);
-            target[j] = sum;
+        for (int m = t / 32 * 32; m < t; m++) place += counts[m];
+        if (t % 32 == 31) totals[t / 32] = place + own;
+        __syncthreads();
+        for (int warp = 0; warp < (int)blockDim.x / 32; warp++) {
+            place += warp < t / 32 ? totals[warp] : 0;
+            count += totals[warp];
         }
+        for (int e = 0; e < TOKENS; e++)
+            if (bits >> e & 1) places[place++] = begin + e;
+        __syncthreads();
+        if (has_wide_rows)
+            add_rows_at<4>(places, count, dy, target, width);
+        else
+            add_rows_at<1>(places, count, dy, target, width);
         __syncthreads();
     }
 }
