@@ -45,6 +45,7 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
         "activation_backward": [x, y, z],
         "add": [x, y, z],
         "column_sums": [x, make(width)],
+        "dropout": [x, np.array([1, 2], np.uint64), y],
         "head_backward": [x, short(21, width), ids, mean, y, short(21, width).astype(np.float32), room],
         "head_finish": [ids, mean, rstd, make(rows), make(rows), np.zeros(1)],
         "head_forward": [x, short(21, width), ids, mean, rstd, make(rows), room.copy()],
@@ -56,6 +57,7 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
     constants = {
         "activation_backward": {"kind": "gelu_new"},
         "column_sums": {"accumulate": True},
+        "dropout": {"p": 0.3, "stream": 4, "shape": (2 * rows, 2 * width), "origin": (rows, width)},
         "head_backward": {"num_c": 1, "v_start": 0, "scale": 0.1, "first": True, "accumulate": True},
         "head_finish": {"scale": 0.1},
         "head_forward": {"num_c": 1, "v_start": 0, "vocab": 30, "first": True},
@@ -111,7 +113,7 @@ def test_what_is_chained() -> None:
     expected = {f"add + {norm}" for norm in norms}
     expected |= {f"{ops} + {norm}_backward" for norm in norms for ops in ("add", "add + add")}
     expected |= {f"{ops}layer_norm_backward + column_sums" for ops in ("", "add + ", "add + add + ")}
-    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "head_forward + head_finish + head_backward"}
+    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "dropout + column_sums", "head_forward + head_finish + head_backward"}
 
 
 @pytest.mark.usefixtures("own_kernels")

@@ -14,6 +14,7 @@ from ..registry import register_chain
 from .elementwise import activation_backward, activation_sums, add, column_sums
 from .many import Task
 from .norm import layer_norm, layer_norm_backward, residual_layer_norm, residual_rms_norm, rms_norm, rms_norm_backward
+from .tables import dropout, dropout_sums
 
 
 def _sum_and_norm(tasks: Sequence[Task], *, norm: Callable[..., None], num_vectors: int) -> None:
@@ -45,6 +46,12 @@ def _activation_and_sums(tasks: Sequence[Task]) -> None:
     activation_sums(x, dy, dx, total, kind=constants["kind"], accumulate=flags["accumulate"])
 
 
+def _dropout_and_sums(tasks: Sequence[Task]) -> None:
+    """y = dropout(x); db (+)= sums of the rows of y."""
+    (tiles, constants), ((_, total), flags) = tasks
+    dropout_sums(*tiles, total, **constants, accumulate=flags["accumulate"])
+
+
 for _before in (2, 1, 0):
     _sums = tuple(Link(number, 2, number + 1, 0 if number + 1 < _before else 4, is_private=True) for number in range(_before))
     _columns = Link(_before, -3, _before + 1, 0)
@@ -60,3 +67,4 @@ for _norm, _residual, _backward, _dy in (
     register_chain(KernelChain((add, add, _backward), _sums, _gradients))
     register_chain(KernelChain((add, _backward), (Link(0, 2, 1, _dy, is_private=True),), _gradients))
 register_chain(KernelChain((activation_backward, column_sums), (Link(0, 2, 1, 0),), _activation_and_sums))
+register_chain(KernelChain((dropout, column_sums), (Link(0, 2, 1, 0),), _dropout_and_sums))

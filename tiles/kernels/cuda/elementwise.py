@@ -191,14 +191,25 @@ def _add_pieces(element: np.dtype[Any], rows: Sequence[Row], numbers: Mapping[st
 
 def activation_sums(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, total: DeviceArray, *, kind: str, accumulate: bool) -> None:
     """dx = dy * activation'(x), as by `activation_backward`; total (+)= sums of its rows, as by `column_sums`."""
-    width = x.shape[-1]
-    num_rows = x.size // width
-    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, x, dy, dx)
+    start_with_sums(_source, "activation_sums", (x, dy, dx), dx, total, (_number(kind),), accumulate=accumulate)
+
+
+def start_with_sums(
+    source: KernelSource, kernel: str, arrays: Sequence[DeviceArray], y: DeviceArray, total: DeviceArray, numbers: Sequence[Any], *, accumulate: bool
+) -> None:
+    """Start a kernel that writes y and sums its columns in pieces of rows, and then add the pieces to `total`, or overwrite it.
+
+    Args:
+        arrays: first arguments of the kernel, before partial sums and total; it reads four columns at a time if all of them allow that.
+        numbers: arguments between the total and the sizes.
+    """
+    width = y.shape[-1]
+    num_rows = y.size // width
+    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, *arrays)
     partial = device().partials.at(_FLOAT, pieces, width)
     sizes = (np.int32(num_rows), np.int32(width), np.int32(accumulate), np.int32(is_wide))
-    grid = (groups, pieces, 1)
-    _source.start("activation_sums", x.dtype, x, dy, dx, partial, total, _number(kind), *sizes, grid=grid, shared=4 * 4 * THREADS)
-    _add_pieces(x.dtype, [(dx, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
+    source.start(kernel, y.dtype, *arrays, partial, total, *numbers, *sizes, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
+    _add_pieces(y.dtype, [(y, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
 
 
 @register("select_rows", "cuda")

@@ -16,7 +16,7 @@ from ..reference.loss import PLAIN, Backward, Head, backward_tiles, forward_tile
 from ..reference.random import mix, threshold
 from ..registry import register, register_chain
 from .array import DeviceArray
-from .elementwise import fill
+from .elementwise import fill, start_with_sums
 from .launch import THREADS, KernelSource, device
 from .many import Task, pieces_of
 
@@ -207,6 +207,23 @@ def dropout(
     """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
     numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
     _source.each("dropout", x.dtype, x.size, x, key, y, *numbers, is_wide=True)
+
+
+def dropout_sums(
+    x: DeviceArray,
+    key: DeviceArray,
+    y: DeviceArray,
+    total: DeviceArray,
+    *,
+    p: float,
+    stream: int,
+    shape: tuple[int, ...],
+    origin: tuple[int, ...],
+    accumulate: bool,
+) -> None:
+    """y as by `dropout`; total (+)= sums of its rows, as by `column_sums`."""
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
+    start_with_sums(_source, "dropout_sums", (x, key, y), y, total, numbers, accumulate=accumulate)
 
 
 @register("keyed_uniform", "cuda")

@@ -280,17 +280,18 @@ template <class I> __device__ inline u64 index_of(const Place &place, I i) {
     return index + (u64)(place.origin[0] + (long long)i) * (u64)place.strides[0];
 }
 
-// y = x / (1 - p) where a number survives; N neighbours have indices of one distance
+// x / (1 - p) where a number survives, else 0; N neighbours have indices of one distance, from `index` on
+template <int N>
+__device__ inline Numbers<T, N> dropped(Numbers<T, N> numbers, u64 key, u64 index, float p, u32 threshold, const Place &place) {
+    UNROLLED
+    for (int e = 0; e < N; e++)
+        numbers.x[e] = narrow<T>(random_bits(key, index + e * place.strides[3]) >= threshold ? quotient(widen(numbers.x[e]), 1.0f - p) : 0.0f);
+    return numbers;
+}
+
 template <int N, class I>
 __device__ inline void dropout_of(const T *x, u64 key, T *y, float p, u32 threshold, const Place &place, long long count) {
-    EACH_PIECE(i, N, count) {
-        Numbers<T, N> numbers = load<N>(x + i);
-        u64 index = index_of<I>(place, (I)i);
-        UNROLLED
-        for (int e = 0; e < N; e++)
-            numbers.x[e] = narrow<T>(random_bits(key, index + e * place.strides[3]) >= threshold ? quotient(widen(numbers.x[e]), 1.0f - p) : 0.0f);
-        store<N>(y + i, numbers);
-    }
+    EACH_PIECE(i, N, count) store<N>(y + i, dropped<N>(load<N>(x + i), key, index_of<I>(place, (I)i), p, threshold, place));
 }
 
 KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int stream, Place place, long long count) {
@@ -301,6 +302,40 @@ KERNEL dropout(const T *x, const u64 *key, T *y, float p, u32 threshold, int str
         dropout_of<1, long long>(x, own, y, p, threshold, place, count);
 }
 EXPORT(dropout)
+
+// y as by `dropout`, and the sums of its columns in the order of `column_sums`
+template <int N, class I>
+__device__ inline void dropout_sums_of(
+    const T *x, u64 key, T *y, float *out, float p, u32 threshold, const Place &place, int num_rows, int width, int accumulate, float *buffer) {
+    int column = (blockIdx.x * 32 + threadIdx.x % 32) * N, end = first_of_piece(num_rows, blockIdx.y + 1, gridDim.y);
+    float sums[N] = {};
+    if (column < width)
+        for (int r = first_of_piece(num_rows, blockIdx.y, gridDim.y) + threadIdx.x / 32; r < end; r += LANES) {
+            long long at = (long long)r * width + column;
+            Numbers<T, N> numbers = dropped<N>(load<N>(x + at), key, index_of<I>(place, (I)at), p, threshold, place);
+            UNROLLED
+            for (int e = 0; e < N; e++) sums[e] += widen(numbers.x[e]);
+            store<N>(y + at, numbers);
+        }
+    add_lanes<N>(sums, buffer, out + (gridDim.y > 1 ? (long long)blockIdx.y * width : 0), column, width, accumulate);
+}
+
+// Grid: (groups of columns, pieces of rows). y may be x.
+KERNEL dropout_sums(
+    const T *x, const u64 *key, T *y, float *partial, float *total, float p, u32 threshold, int stream, Place place, int num_rows, int width,
+    int accumulate, int is_wide) {
+    SHARED(float, buffer);
+    u64 own = mixed(key[0], key[1], (u64)stream);
+    float *out = gridDim.y > 1 ? partial : total;
+    accumulate = gridDim.y == 1 && accumulate;
+    if (is_wide && (long long)num_rows * width >> 32 == 0)
+        dropout_sums_of<4, u32>(x, own, y, out, p, threshold, place, num_rows, width, accumulate, buffer);
+    else if (is_wide)
+        dropout_sums_of<4, long long>(x, own, y, out, p, threshold, place, num_rows, width, accumulate, buffer);
+    else
+        dropout_sums_of<1, long long>(x, own, y, out, p, threshold, place, num_rows, width, accumulate, buffer);
+}
+EXPORT(dropout_sums)
 
 // U[0, 1) in steps of 2^-24, which fp32 holds exactly
 KERNEL keyed_uniform(const u64 *key, T *out, long long stream, long long count) {
