@@ -92,7 +92,6 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     yield "add", run("add", x, y, z), (x, y, z), 0
     yield "layer_norm", run("layer_norm", x, vector, row, y, mean, rstd, eps=1e-5), (x, y), 0
     yield "residual_layer_norm", run("residual_layer_norm", x, y, vector, row, z, u, mean, rstd, eps=1e-5), (x, y, z, u), 0
-    yield "residual_layer_norm, bias", run("residual_layer_norm", x, y, vector, row, z, u, mean, rstd, eps=1e-5, bias=vector), (x, y, z, u), 0
     arrays, flags = (x, vector, mean, rstd, y, z, u, sums, more_sums), {"accumulate": False, "residual": True}
     yield "layer_norm_backward", run("layer_norm_backward", *arrays, **flags), (x, y, z, u), 0
     chained = run("layer_norm_backward", *arrays, **flags, more=(dq, dk), sums=(column, False))
@@ -123,7 +122,7 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     ids = array(batch, length, dtype=np.int32, values=np.random.default_rng(0).integers(0, vocab, tokens))
     yield "embedding_backward", run("embedding_backward", ids, x, slope, v_start=0, accumulate=False), (x, slope), 0
     picked, peaks, totals = (array(batch, length, dtype=np.float32) for _ in range(3))
-    room = array(head_scratch_nbytes(tokens, vocab, width), dtype=np.uint8)
+    room = array(head_scratch_nbytes(tokens, vocab), dtype=np.uint8)
     forward = run("head_forward", x, table, ids, peaks, totals, picked, room, num_c=1, v_start=0, vocab=vocab, first=True)
     flops = 2.0 * tokens * width * vocab
     yield "head_forward", forward, (x, table), flops

@@ -20,7 +20,6 @@ SIZES: Final = {"T": 0, "bf16": 2, "float": 4, "int": 4, "double": 8, "u64": 8}
 UPDATED: Final = {
     "adam": ("m", "v", "master"),
     "add_bias": ("y",),
-    "bias_activation": ("pre",),
     "sgd": ("buffer", "master"),
 }
 """Arrays that a kernel reads and writes, by kernel."""
@@ -35,6 +34,8 @@ OF_PARTS: Final = ("add_parts", "column_sums_of_pieces")
 """Kernels that read the partial sums of the arrays in a table, which are small."""
 OF_ROWS: Final = ("normalise", "norm_backward")
 """Kernels of which a block has whole rows of their first array."""
+TOKENS: Final = 16
+"""Number of tokens that a thread of `embedding_backward` compares at a time; each block searches all tokens."""
 PAIRS: Final = {"flash": 2, "flash_dq": 3, "flash_dkv": 4}
 """Number of products of queries and keys, or of the same size, by kernel of attention."""
 
@@ -50,7 +51,7 @@ class Launch(NamedTuple):
         flops: floating-point operations on tensor cores.
         written: bytes of the result of a product; 0 for other kernels.
         rows: rows of a block, for kernels of which a block has whole rows; 0 for others.
-        turns: iterations in which its threads access a row, 16 bytes a thread.
+        turns: iterations in which its threads access a row, or search all tokens.
     """
 
     kernel: str
@@ -105,10 +106,10 @@ def nbytes_of(kernel: str, declared: tuple[Parameter, ...], arguments: tuple[Any
     for one, given in zip(declared, arguments, strict=True):
         if one.is_pointer:
             total += (1 + (one.name in updated)) * (given.nbytes if isinstance(given, DeviceArray) else 0)
-        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; rows of a bias and totals are small
+        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; totals are small
             counts = given["counts"]
             for field in one.fields:
-                if field.name in ("bias", "sums", "total", "partial"):
+                if field.name in ("sums", "total", "partial"):
                     continue
                 elements = sum(int(count) for count, address in zip(counts, given[field.name], strict=True) if address)
                 total += (1 + (field.name in updated)) * elements * (field.size or itemsize)
@@ -123,7 +124,7 @@ class RecordingGpu(HollowGpu):
         self.launches: list[Launch] = []
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
-        """Note a product."""
+        """Note a product; the bytes of a bias are few."""
         (rows, columns), inner = out.shape, a.shape[0] if options["trans_a"] else a.shape[1]
         nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + options["accumulate"]) * out.nbytes
         self.launches.append(Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, out.nbytes))
@@ -140,6 +141,9 @@ def recording(gpu: RecordingGpu) -> Iterator[list[Launch]]:
     ) -> None:
         nbytes = nbytes_of(kernel, parameters(source.name)[kernel], arguments, element.itemsize)
         launch = Launch(kernel, source.name, prod(grid), threads, nbytes, _attention_flops(kernel, arguments))
+        if kernel == "embedding_backward":
+            tokens = arguments[0]
+            launch = launch._replace(rows=1, turns=-(-tokens.size // (TOKENS * threads)))
         if kernel in OF_ROWS:
             width = arguments[0].shape[-1]
             launch = launch._replace(rows=arguments[0].size / width / launch.blocks, turns=-(-width * element.itemsize // (16 * threads)))

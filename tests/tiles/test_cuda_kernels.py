@@ -18,7 +18,7 @@ from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu.loss import loss_scratch_nbytes
-from tiles.kernels.cuda import launch, norm
+from tiles.kernels.cuda import launch, norm, tables
 from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import Head
@@ -185,9 +185,13 @@ def test_sums_over_many_rows(
 
 @needs_compiler
 @pytest.mark.parametrize("first", [False, True])
-def test_the_gradient_of_a_large_vocabulary_is_rounded_once(first: bool, emulator: Emulator) -> None:
-    """bf16, 8 blocks of columns, weights with a common mean. The error of dx is about that of its rounding; sums of columns are right."""
+@pytest.mark.parametrize("rows_at_once", [130, 48])
+def test_the_gradient_of_a_large_vocabulary_is_rounded_once(
+    rows_at_once: int, first: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16, logits of all rows or of some, weights with a common mean. The error of dx is about that of its rounding; sums of columns are right."""
     emulator.backwards = False
+    monkeypatch.setattr(tables, "LOGITS", rows_at_once * 50264)
     rng, num_rows, vocab, width = np.random.default_rng(0), 130, 50257, 16
     x = rng.standard_normal((1, num_rows, width)).astype(BF16)
     w, bias = (rng.normal(0.02, 0.02, shape).astype(BF16) for shape in ((vocab, width), (vocab,)))
@@ -197,7 +201,7 @@ def test_the_gradient_of_a_large_vocabulary_is_rounded_once(first: bool, emulato
     p = np.exp(z - lse[:, None])
     p[np.arange(num_rows), targets[0]] -= 1
     exact = p @ w.astype(np.float64) + (0 if first else dx[0].astype(np.float64))
-    scratch, dbias = np.empty(head_scratch_nbytes(num_rows, vocab, width), np.uint8), np.zeros(vocab, np.float32)
+    scratch, dbias = np.empty(head_scratch_nbytes(num_rows, vocab), np.uint8), np.zeros(vocab, np.float32)
     arrays = [x, w, bias, targets, lse[None].astype(np.float32), dx, dbias, scratch]
     constants = {"num_c": 1, "v_start": 0, "scale": 1.0, "first": first, "accumulate": False, "how": Head(has_bias=True, has_dbias=True)}
     kernel("head_backward", "cuda")(*map(on_device, arrays), **constants)
@@ -238,13 +242,15 @@ def test_wide_rows(dtype: type, emulator: Emulator) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emulator) -> None:
+@pytest.mark.parametrize("width", [20, 6])
+def test_gradients_of_a_table_over_many_tokens(width: int, accumulate: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that occur often, in several pieces of the search, once, or in other tiles; rows nobody names are cleared or kept."""
     emulator.backwards = False
+    monkeypatch.setattr(tables, "THREADS", 32)
     rng = np.random.default_rng(0)
     tokens = rng.choice([3, 5, 6, 17, 30], (1, 700)).astype(np.int32)
     tokens[0, 299] = 9
-    dy, table = rng.standard_normal((1, 700, 20)).astype(np.float32), rng.standard_normal((16, 20)).astype(np.float32)
+    dy, table = rng.standard_normal((1, 700, width)).astype(np.float32), rng.standard_normal((16, width)).astype(np.float32)
     check("embedding_backward", [tokens, dy, table], {"v_start": 2, "accumulate": accumulate}, rtol=2e-5, atol=2e-5)
 
 
@@ -276,7 +282,7 @@ def test_masked_classes_have_no_weight(width: int, masked: slice, first: bool, e
     bias = make(width)
     bias[masked] = -np.inf
     args = [make(1, 3, 4), make(width, 4), bias, np.zeros((1, 3), np.int32), make(1, 3), make.positive(1, 3), make(1, 3)]
-    scratch = np.empty(max(loss_scratch_nbytes(3, width, 8), head_scratch_nbytes(3, width, 0)), np.uint8)
+    scratch = np.empty(max(loss_scratch_nbytes(3, width, 8), head_scratch_nbytes(3, width)), np.uint8)
     check("head_forward", [*args, scratch], {"num_c": 1, "v_start": 0, "vocab": width, "first": first, "how": Head(True)}, rtol=2e-5, atol=2e-5)
 
 

@@ -6,24 +6,47 @@ The program must refuse ids outside the vocabulary when it reads them, since GPU
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate as accumulate_sizes
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..reference.loss import PLAIN, Head, backward_tiles, forward_tiles
+from scheduler.machine import KernelChain, Link
+
+from ..reference.loss import PLAIN, Backward, Head, backward_tiles, forward_tiles
 from ..reference.random import mix, threshold
-from ..registry import register
+from ..registry import register, register_chain
 from .array import DeviceArray
-from .elementwise import add_float, fill
+from .elementwise import fill, start_with_sums
 from .launch import THREADS, KernelSource, device
-from .many import pieces_of
+from .many import Task, pieces_of
 
 _source = KernelSource("tables")
 _FLOAT: Final = np.dtype(np.float32)
-COLUMNS: Final = 8192
-"""Number of logits per row that exist at a time."""
+LOGITS: Final = 1 << 27
+"""Largest number of logits that exist at a time, 512 MiB: whole rows, because a row's gradients need the sum over all its columns."""
+_ROWS: Final = 128
+"""Divisor of the number of rows whose logits exist at a time, the rows of a block of large products."""
+_TOKENS: Final = 16
+"""Number of tokens that a thread of `embedding_backward` compares at a time."""
 _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
+
+
+class Logits(NamedTuple):
+    """Logits of some rows of the head.
+
+    Attributes:
+        rows: their numbers among all rows.
+        padded: (R, stride) fp32, of which `num_columns` numbers of each row are logits.
+    """
+
+    rows: slice
+    padded: DeviceArray
+    num_columns: int
+
+    @property
+    def sizes(self) -> tuple[np.int32, np.int32]:
+        """Width and stride of a row, as arguments of kernels."""
+        return np.int32(self.num_columns), np.int32(self.padded.shape[1])
 
 
 @register("embedding", "cuda")
@@ -39,48 +62,54 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
     if not accumulate:
         fill(dtable, value=0.0)
     numbers = (np.int32(v_start), np.int32(dtable.shape[0]), np.int32(dtable.shape[1]), np.int32(tokens.size))
-    _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), shared=8 * THREADS)
+    shared = 4 * (THREADS + 32 + _TOKENS * THREADS)
+    _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), threads=THREADS, shared=shared)
 
 
-def head_scratch_nbytes(num_rows: int, num_columns: int, width: int) -> int:
-    """Return the working memory of a task of the head: one block of logits, and in a backward pass of bf16 tiles dx in fp32.
+def head_scratch_nbytes(num_rows: int, num_columns: int) -> int:
+    """Return the working memory of a task of the head: logits in fp32, of at most `LOGITS` numbers.
 
     Args:
         num_rows: number of tokens.
         num_columns: number of rows of the vocabulary tile.
-        width: number of features of all tiles of dx; 0 if no dx has to be summed.
     """
-    return 4 * num_rows * (min(COLUMNS, num_columns) + width)
+    return 4 * min(num_rows * _stride_of(num_columns), LOGITS)
 
 
-def _blocks(num_columns: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of blocks of columns: rows of logits are multiples of 16 bytes but for a block of the last few columns."""
-    whole = num_columns - num_columns % 8
-    for first in range(0, whole, COLUMNS):
-        yield first, min(first + COLUMNS, whole)
-    if whole < num_columns:
-        yield whole, num_columns
+def _stride_of(num_columns: int) -> int:
+    """Return the distance of rows of logits: a multiple of 32 bytes, so that kernels and cuBLAS can read 16 bytes at a time."""
+    return -(-num_columns // 8) * 8
 
 
-def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceArray | None, cap: float, scratch: DeviceArray) -> Any:
-    """Yield (first column, last column, logits in fp32) for each block of columns."""
-    for first, last in _blocks(ws[0].shape[0]):
-        s = scratch.at(_FLOAT, xs[0].shape[0], last - first)
+def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceArray | None, cap: float, scratch: DeviceArray) -> Iterator[Logits]:
+    """Yield the logits of pieces of rows, over all columns of the tile."""
+    (num_rows, _), num_columns = xs[0].shape, ws[0].shape[0]
+    stride = _stride_of(num_columns)
+    num_at_once = max(1, LOGITS // stride)
+    num_at_once -= num_at_once % _ROWS if num_at_once > _ROWS else 0
+    for first in range(0, num_rows, num_at_once):
+        rows = slice(first, min(first + num_at_once, num_rows))
+        padded = scratch.at(_FLOAT, rows.stop - first, stride)
+        s = padded.at(_FLOAT, rows.stop - first, num_columns)
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
-            device().gemm(x, w[first:last], s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0)
+            device().gemm(x[rows], w, s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0, stride_out=stride)
         if bias is not None or cap:
-            piece = None if bias is None else bias[first:last]
-            _source.each("shape_logits", xs[0].dtype, s.size, s, piece, np.float32(cap), np.int32(last - first))
-        yield first, last, s
+            _source.each("shape_logits", xs[0].dtype, padded.size, padded, bias, np.float32(cap), np.int32(num_columns), np.int32(stride))
+        yield Logits(rows, padded, num_columns)
+
+
+def _add_to_statistics(logits: Logits, statistics: Sequence[DeviceArray], v_start: int, first: bool) -> None:
+    """Add logits to the running statistics of their rows: targets, peak, total, picked."""
+    tiles = [tile.reshape(-1)[logits.rows] for tile in statistics]
+    _source.by_row("add_logits", logits.padded, logits.padded, *tiles, np.int32(v_start), *logits.sizes, np.int32(first))
 
 
 @register("head_forward", "cuda")
 def head_forward(*tiles: DeviceArray, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
     """Add one vocabulary tile to the running statistics; `tiles` are those of `forward_tiles`."""
     given = forward_tiles(tiles, num_c, how)
-    for start, _, s in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
-        begins = np.int32(first and start == 0)
-        _source.by_row("add_logits", s, s, *given.statistics, np.int32(v_start + start), np.int32(s.shape[1]), begins)
+    for logits in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
+        _add_to_statistics(logits, given.statistics, v_start, first)
 
 
 @register("head_finish", "cuda")
@@ -96,41 +125,62 @@ def head_finish(targets: DeviceArray, peak: DeviceArray, total: DeviceArray, pic
 def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
     """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`."""
     given = backward_tiles(tiles, num_c, how)
-    xs, dxs, short = [x.rows() for x in given.xs], [dx.rows() for dx in given.dxs], given.xs[0].dtype
-    sums = dxs if short == _FLOAT else _sums_behind_logits(given.scratch, dxs, given.ws[0].shape[0])
-    for start, end, s in _logits(xs, given.ws, given.bias, how.cap, given.scratch):
-        numbers = (np.int32(v_start + start), np.int32(s.shape[1]), np.float32(scale), np.float32(how.cap))
-        arrays = (s, given.targets, given.lse, given.factor)
-        _source.start("logit_gradients", short, *arrays, *numbers, grid=(s.shape[0], 1, 1))
-        stride = s.shape[1] * s.dtype.itemsize // short.itemsize
-        p = s.at(short, *s.shape)
-        if given.dbias is not None:
-            _gradient_columns(p, given.dbias[start:end], stride)
-        for w, dx in zip(given.ws, sums, strict=True):
-            onto = start > 0 or (sums is dxs and not first)
-            device().gemm(p, w[start:end], dx, trans_a=False, trans_b=False, alpha=1.0, accumulate=onto, stride_a=stride)
-        for x, dw in zip(xs, given.dws, strict=bool(given.dws)):
-            device().gemm(p, x, dw[start:end], trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate, stride_a=stride)
-    if sums is not dxs:
-        for dx, dx_sum in zip(dxs, sums, strict=True):
-            add_float(dx_sum, dx, accumulate=not first)
+    for logits in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
+        _gradients(logits, given, v_start=v_start, scale=scale, cap=how.cap, first=first, accumulate=accumulate)
 
 
-def _sums_behind_logits(scratch: DeviceArray, dxs: Sequence[DeviceArray], num_columns: int) -> list[DeviceArray]:
-    """Return arrays in fp32 for the sums of dx over blocks of columns, which are rounded once at the end."""
-    ends = accumulate_sizes([head_scratch_nbytes(dxs[0].shape[0], num_columns, 0), *(4 * dx.size for dx in dxs)])
-    return [DeviceArray(scratch.address + end, dx.shape, _FLOAT) for end, dx in zip(ends, dxs, strict=False)]
+def _gradients(logits: Logits, given: Backward, *, v_start: int, scale: float, cap: float, first: bool, accumulate: bool) -> None:
+    """Turn logits into their gradients in place, and multiply: rows of dx, which are rounded once, and contributions to dw and dbias."""
+    short, (rows, padded, num_columns), goes_on = given.xs[0].dtype, logits, logits.rows.start > 0
+    numbers = (np.int32(v_start), *logits.sizes, np.float32(scale), np.float32(cap))
+    arrays = (padded, given.targets.reshape(-1)[rows], given.lse.reshape(-1)[rows], given.factor)
+    _source.start("logit_gradients", short, *arrays, *numbers, grid=(padded.shape[0], 1, 1))
+    p, stride = padded.at(short, padded.shape[0], num_columns), padded.shape[1] * _FLOAT.itemsize // short.itemsize
+    if given.dbias is not None:
+        _gradient_columns(p, given.dbias, stride, accumulate=goes_on)
+    for w, dx in zip(given.ws, given.dxs, strict=True):
+        device().gemm(p, w, dx.rows()[rows], trans_a=False, trans_b=False, alpha=1.0, accumulate=not first, stride_a=stride)
+    for x, dw in zip(given.xs, given.dws, strict=bool(given.dws)):
+        device().gemm(p, x.rows()[rows], dw, trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate or goes_on, stride_a=stride)
 
 
-def _gradient_columns(p: DeviceArray, dbias: DeviceArray, stride: int) -> None:
-    """dbias = sums of the columns of p, whose rows begin `stride` elements apart."""
+def _head(tasks: Sequence[Task]) -> None:
+    """Forward pass, loss and gradients of a head of one vocabulary tile: logits are computed once, and become gradients while they exist."""
+    (forward, constants), (ends, finish), (backward, how) = tasks
+    head, given = forward_tiles(forward, 1, constants.get("how", PLAIN)), backward_tiles(backward, 1, how.get("how", PLAIN))
+    if [*head.xs, *head.ws] != [*given.xs, *given.ws]:
+        for kernel, (tiles, own) in zip((head_forward, head_finish, head_backward), tasks, strict=True):
+            kernel(*tiles, **own)
+        return
+    numbers = {name: how[name] for name in ("v_start", "scale", "first", "accumulate")}
+    cap, throwaway = how.get("how", PLAIN).cap, device().partials.at(np.float64, 1)
+    for logits in _logits([x.rows() for x in given.xs], given.ws, None, cap, given.scratch):
+        _add_to_statistics(logits, head.statistics, constants["v_start"], constants["first"])
+        rows = [tile.reshape(-1)[logits.rows] for tile in (*head.statistics, given.lse)]
+        head_finish(*rows, throwaway, scale=0.0)
+        _gradients(logits, given, cap=cap, **numbers)
+    head_finish(*ends, **finish)
+
+
+register_chain(
+    KernelChain(
+        (head_forward, head_finish, head_backward),
+        (*(Link(0, place - 5, 1, place, is_private=True) for place in (1, 2, 3)), Link(1, -2, 2, 3)),
+        _head,
+    )
+)
+
+
+def _gradient_columns(p: DeviceArray, dbias: DeviceArray, stride: int, *, accumulate: bool) -> None:
+    """dbias (+)= sums of the columns of p, whose rows begin `stride` elements apart."""
     num_rows, width = p.shape
-    pieces = pieces_of(num_rows, width)
+    pieces, flag = pieces_of(num_rows, width), np.int32(accumulate)
     out = device().partials.at(_FLOAT, pieces, width) if pieces > 1 else dbias
-    grid = (-(-width // 32), pieces, 1)
-    _source.start("gradient_columns", p.dtype, p, out, np.int32(num_rows), np.int32(width), np.int32(stride), grid=grid, shared=4 * THREADS)
+    grid, sizes = (-(-width // 32), pieces, 1), (np.int32(num_rows), np.int32(width), np.int32(stride))
+    _source.start("gradient_columns", p.dtype, p, out, *sizes, np.int32(accumulate and pieces == 1), grid=grid, shared=4 * THREADS)
     if pieces > 1:
-        _source.start("gradient_columns_of_pieces", p.dtype, out, dbias, np.int32(pieces), np.int32(width), grid=(grid[0], 1, 1), shared=4 * THREADS)
+        sizes = (np.int32(pieces), np.int32(width))
+        _source.start("gradient_columns_of_pieces", p.dtype, out, dbias, *sizes, flag, grid=(grid[0], 1, 1), shared=4 * THREADS)
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
@@ -153,11 +203,27 @@ def dropout(
     stream: int,
     shape: tuple[int, ...],
     origin: tuple[int, ...],
-    bias: DeviceArray | None = None,
 ) -> None:
-    """y = (x [+ bias, rounded]) / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
-    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape), np.int32(x.shape[-1]))
-    _source.each("dropout", x.dtype, x.size, x, bias, key, y, *numbers, is_wide=True)
+    """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
+    _source.each("dropout", x.dtype, x.size, x, key, y, *numbers, is_wide=True)
+
+
+def dropout_sums(
+    x: DeviceArray,
+    key: DeviceArray,
+    y: DeviceArray,
+    total: DeviceArray,
+    *,
+    p: float,
+    stream: int,
+    shape: tuple[int, ...],
+    origin: tuple[int, ...],
+    accumulate: bool,
+) -> None:
+    """y as by `dropout`; total (+)= sums of its rows, as by `column_sums`."""
+    numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
+    start_with_sums(_source, "dropout_sums", (x, key, y), y, total, numbers, accumulate=accumulate)
 
 
 @register("keyed_uniform", "cuda")

@@ -87,15 +87,6 @@ KERNEL from_float(const float *x, T *out, long long count) {
 }
 EXPORT(from_float)
 
-// out (+)= sum, rounded once
-KERNEL add_float(const float *sum, T *out, int accumulate, long long count) {
-    if (accumulate)
-        map(count, [](float x, float y) { return x + y; }, out, out, sum);
-    else
-        map(count, [](float x) { return x; }, out, sum);
-}
-EXPORT(add_float)
-
 // out[b] = x[b] + p[:t]; `row` elements of p take part
 KERNEL add_rows(const T *x, const T *p, T *out, long long row, long long count) {
     if (row % WIDE == 0 && row < 1ll << 31 && are_aligned(x, p, out)) {
@@ -127,56 +118,16 @@ KERNEL activation_backward(const T *x, const T *dy, T *dx, int kind, long long c
 }
 EXPORT(activation_backward)
 
-// pre (+)= bias, y = activation(pre as rounded)  // (R, N), (N,)
-template <int N, int KIND> __device__ inline void bias_activation_of(T *pre, const T *bias, T *y, int width, long long count) {
-    EACH_PIECE(i, N, count) {
-        Numbers<T, N> z = load<N>(pre + i);
-        if (bias) {
-            Numbers<T, N> more = load<N>(bias + column_of<N>(i, width));
-            UNROLLED
-            for (int e = 0; e < N; e++) z.x[e] = narrow<T>(widen(z.x[e]) + widen(more.x[e]));
-            store<N>(pre + i, z);
-        }
-        UNROLLED
-        for (int e = 0; e < N; e++) z.x[e] = narrow<T>(activate(widen(z.x[e]), KIND));
-        store<N>(y + i, z);
-    }
+// y += bias, rounded  // (R, N), (N,)
+template <int N> __device__ inline void add_bias_of(T *y, const T *bias, int width, long long count) {
+    EACH_PIECE(i, N, count) store<N>(y + i, sum_of<N>(load<N>(y + i), load<N>(bias + column_of<N>(i, width))));
 }
 
-KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long long count) {
-    bool is_wide = width % WIDE == 0 && are_aligned(pre, bias, y);
-    if (is_wide)
-        BY_KIND(kind, bias_activation_of<WIDE, K>(pre, bias, y, width, count))
-    else
-        BY_KIND(kind, bias_activation_of<1, K>(pre, bias, y, width, count))
-}
-EXPORT(bias_activation)
-
-struct Biased {
-    T *y[MOST_TILES];
-    const T *bias[MOST_TILES];
-    long long counts[MOST_TILES];
-    int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES];
-};
-
-template <int N> __device__ inline void add_bias_to(T *y, const T *bias, int width, long long first, long long step, long long count) {
-    for (long long i = first * N; i < count; i += step * N) {
-        Numbers<T, N> z = load<N>(y + i), more = load<N>(bias + column_of<N>(i, width));
-        UNROLLED
-        for (int e = 0; e < N; e++) z.x[e] = narrow<T>(widen(z.x[e]) + widen(more.x[e]));
-        store<N>(y + i, z);
-    }
-}
-
-KERNEL add_bias(Biased given) {
-    TILE_OF_BLOCK(tile, given);
-    T *y = given.y[tile];
-    const T *bias = given.bias[tile];
-    int width = given.widths[tile];
+KERNEL add_bias(T *y, const T *bias, int width, long long count) {
     if (width % WIDE == 0 && are_aligned(y, bias))
-        add_bias_to<WIDE>(y, bias, width, NUMBER_OF_THREAD(given, tile), NUM_THREADS(given, tile), given.counts[tile]);
+        add_bias_of<WIDE>(y, bias, width, count);
     else
-        add_bias_to<1>(y, bias, width, NUMBER_OF_THREAD(given, tile), NUM_THREADS(given, tile), given.counts[tile]);
+        add_bias_of<1>(y, bias, width, count);
 }
 EXPORT(add_bias)
 
