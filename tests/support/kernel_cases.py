@@ -292,9 +292,9 @@ def _adam8bit(make: Maker, clip: bool) -> Case:
     """36 blocks and a short one."""
     m, v = (make.rng.integers(0, 256, (31, 300)).astype(np.uint8) for _ in range(2))
     scales = [(make.rng.random(37) + 0.5).astype(np.float32) for _ in range(2)]
-    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 3.0]])
     args = [make(31, 300), make(31, 300), m, scales[0], v, scales[1], hyper, *([np.array([400.0])] if clip else [])]
-    return args, [], {"row": 1, "max_norm": 1.0, "clip": clip, "master": False}
+    return args, [], {"row": 1, "stream": 7, "tile": 2, "max_norm": 1.0, "clip": clip, "master": False}
 
 
 _MUON = np.array([[9.0] * 8, [0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
