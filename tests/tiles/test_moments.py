@@ -114,6 +114,20 @@ def test_rounding_has_no_bias(backend: str) -> None:
         assert away[large].max() < 5 * 0.5 / np.sqrt(500)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_moments_follow_changes_below_half_a_step_of_the_table(backend: str) -> None:
+    """Second moments fall by at most 0.8 % a step. Rounded to the nearest, they would keep the codes of the first step."""
+    grad = np.full((1, BLOCK), 0.6, np.float32)
+    grad[0, 0] = 1.0  # keeps the scale
+    codes, scales = ([np.zeros(shape, dtype) for _ in range(2)] for shape, dtype in ((grad.shape, np.uint8), (1, np.float32)))
+    for step in range(1, 102):
+        options = np.array([[0.01, 1.0, 1.0, 0.0, 0.99 if step > 1 else 0.0, 1e-8, 0.0, step]])
+        kernel("adam8bit", backend)(np.zeros_like(grad), grad, codes[0], scales[0], codes[1], scales[1], options, **OPTIONS)
+        grad[0, 1:] = 0.3
+    want = 0.3**2 + (0.6**2 - 0.3**2) * 0.99**100
+    assert (UNSIGNED[codes[1][0, 1:]] * scales[1][0]).mean() == pytest.approx(want, rel=0.02)
+
+
 def test_rounding_differs_between_steps_tiles_and_parameters() -> None:
     """Half of the codes of numbers half-way between two values change with any of the three numbers, whose order matters; the same three repeat."""
     codes = {key: draws(*key, range(4096)) >> 31 for key in ((1, 7, 2), (2, 7, 2), (1, 8, 2), (1, 7, 3), (2, 7, 1), (1, 2, 7))}
