@@ -215,6 +215,11 @@ class TaskSpec:
     clone_share: float = 0.0
     aside: bool = False
 
+    @property
+    def share(self) -> float:
+        """Expected fraction of executions in which the task is not skipped."""
+        return 1.0 if self.condition is None else self.condition.share
+
 
 @dataclass(slots=True, eq=False)
 class Task:
