@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from support.late_gpu import COUNT, FILL, Numbers, Place, both, gpus
 
+from nntask.telemetry.tracing import facts_of, steps_of_tasks
 from scheduler import Codelet, Condition, InlineRuntime, Runtime, TaskError, TaskRuntime
+from scheduler.execution.trace import SKIPPED, Trace
 from scheduler.storage.device import DeviceMemory
 
 NUM_EXPERTS = 12
@@ -171,7 +174,35 @@ def test_experts_of_a_group_are_skipped_by_their_flags() -> None:
             step.replay()
         assert mixture.result().tobytes() == expected.tobytes()
         assert len(step.plan.tasks) == 3
-        assert runtime.stats()["skipped_tasks"] == 0
+        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(experts) for experts in chosen(9))
+
+
+def test_a_trace_has_the_skipped_tasks(tmp_path: Path) -> None:
+    """As instants, so that the tasks of every replay are all there, and viewers count no time for them."""
+    trace = Trace()
+    with Runtime(2, ram=MIB, trace=trace) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record() as step:
+            mixture.step()
+        trace.active = False
+        for number in range(9):
+            runtime.wait()
+            trace.active = number >= 4
+            step.replay()
+        runtime.wait()
+        assert step.plan is not None
+        ran = list(trace.tasks())
+        skips = [task for task in ran if task[5] == SKIPPED]
+        assert len(skips) == sum(NUM_EXPERTS - len(experts) for experts in chosen(9)[4:])
+        placed = steps_of_tasks(ran, step.first_tasks, len(step.plan.tasks), 1, 5)
+        assert sorted(at for at in placed if at is not None) == [(number, position) for number in range(5, 10) for position in range(NUM_EXPERTS + 2)]
+        assert {at[1] - 1 for at, task in zip(placed, ran, strict=True) if task in skips and at is not None and at[0] == 5}.isdisjoint(chosen(9)[4])
+        facts = facts_of(ran, placed, step.plan, runtime)
+        assert facts["steps"] == [5, 6, 7, 8, 9]
+        trace.write(tmp_path / "t.json", {0: "cpu:0", 1: "cpu:1"}, runtime.node_names)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["apply skipped"] * len(skips)
+    assert sum(event["name"] == "apply" for event in events if event["ph"] == "X") == sum(map(len, chosen(9)[4:]))
 
 
 def test_flags_of_a_group_decide_about_other_tasks() -> None:

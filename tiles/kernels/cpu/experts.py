@@ -102,7 +102,7 @@ def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     given = expert_forward_tiles(views, constants["num_c"])
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
     share, num_rows = float(given.choices.shape[-1] / given.flags.shape[-1]), float(np.prod(given.choices.shape[:-1]))
-    return 6.0 * num_rows * share / (1.0 - (1.0 - share) ** num_rows) * float(width * inner)
+    return float(6.0 * num_rows * share / (1.0 - (1.0 - share) ** num_rows) * width * inner)
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
