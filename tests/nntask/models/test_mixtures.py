@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from support.gpt2_oracle import relative
 from support.quantised_directories import write_plain, write_quantised
 from support.transformers_oracle import (
+    BATCH,
     CONFIGS,
+    LENGTH,
     hf_gradients,
     hf_loss,
     hf_model,
@@ -124,6 +126,30 @@ def test_experts_without_tokens_decay_as_in_torch() -> None:
     expected = state_of(theirs)
     for name, array in config.names.to_hf({key: tensor.read() for key, tensor in model.tensors().items()}, config).items():
         assert relative(array, expected[name]) < 2e-3 if name not in idle else relative(array, expected[name]) < 1e-4, name
+
+
+def test_learnt_experts_without_tokens_run_once_a_step() -> None:
+    """Their first backward task writes zeros; their other tasks are skipped, and gradients are those of one tile."""
+    config = replace(CONFIGS["olmoe"], num_experts=40, num_experts_per_tok=1)
+    theirs, batch, gradients, skipped = hf_model(config), random_batch(config, 1), [], []
+    for tiling in (ModelTiling(1, 4, 16, 24, -1, 31), ModelTiling(BATCH, LENGTH, 16, 24, -1, 31)):
+        with Runtime(1) as runtime:
+            model = our_model(theirs, config, tiling, runtime)
+            loss = model(**written(model, batch))
+            runtime.wait()
+            skipped.append(runtime.stats()["skipped_tasks"])
+            loss.backward()
+            runtime.wait()
+            skipped.append(runtime.stats()["skipped_tasks"] - skipped[-1])
+            gradients.append(our_gradients(model))
+    in_tiles, backward, alone, backward_alone = skipped
+    num_tasks = 2 * 40 * config.num_hidden_layers  # of a pass and a tile of tokens, since I is two tiles
+    assert 0.8 * 15 * num_tasks < in_tiles < 15 * num_tasks  # four tokens choose four experts at most
+    assert in_tiles - num_tasks < backward < in_tiles
+    assert 0 < alone < num_tasks
+    assert backward_alone == 0
+    for name, gradient in gradients[0].items():
+        assert relative(gradient, gradients[1][name]) < 1e-5 or not gradients[1][name].any(), name
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
