@@ -158,6 +158,7 @@ def test_sizes_of_experts_in_older_files(tmp_path: Path, left_out: str) -> None:
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
         ("qwen3_moe", {"mlp_only_layers": (1,)}, "no tensor|mlp_only_layers|has no name"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("olmoe", {"clip_qkv": 0.75}, "clip_qkv 0.75"),
     ],
 )
 def test_models_that_llama_cpp_cannot_compute(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
