@@ -252,7 +252,8 @@ def clamp_backward(x: Array, dy: Array, dx: Array, *, most: float) -> None:
     """dx = dy if |x| <= most, else 0."""
     for a, g, d, t in pieces_with_work(x, dy, dx, num_work=1):
         np.abs(a, out=t)
-        np.multiply(g, t <= a.dtype.type(most), out=d)
+        np.less_equal(t, a.dtype.type(most), out=t)
+        np.multiply(g, t, out=d)
 
 
 def _tanh_slope(t: Array, dy: Array, dx: Array) -> None:
