@@ -218,6 +218,7 @@ def simulate(
     ahead: bool = False,
     host: HostEnd | None = None,
     aside: bool = False,
+    worst: bool = False,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` do not change.
 
@@ -238,6 +239,7 @@ def simulate(
         ahead: whether the next replay has begun when one ends, even after the last one, as in training; else each begins when nothing moves.
         host: function that returns the end of a task without a worker; None for tasks that end at once.
         aside: whether CPU workers run only codelets that devices may not.
+        worst: whether all conditional tasks run; else each runs in its share of replays.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
@@ -249,7 +251,8 @@ def simulate(
         )
     machine = _machine(nodes, policy, Estimates(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
     twin = _detached(plan)
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside, shares=_shares_of(twin.tasks))
+    shares = {} if worst else _shares_of(twin.tasks)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside, shares=shares)
     return _replayed(driver, _loaded(driver, plan, twin), replays, ahead=ahead)
 
 

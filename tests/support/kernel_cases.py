@@ -450,6 +450,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         for g in (1, 2)
     ],
     "cap": [lambda m: ([m(9, 3000), m(9, 3000)], [1], {"most": 1.5})],
+    "clamp": [lambda m: ([m(9, 3000), m(9, 3000)], [1], {"most": 0.75})],
+    "clamp_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"most": 0.75})],
     "cap_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"most": 5.0})],
     "column_sums": [
         lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),

@@ -397,6 +397,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "cached_attention": [lambda m, w=w, g=g: _cached(m, w, g) for w in (1, 200) for g in (1, 2)],
     "cap": _tiles(2, most=1.5),
     "cap_backward": _tiles(3, most=1.5),
+    "clamp": _tiles(2, most=1.5),
+    "clamp_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "combine_pages": [lambda m: ([m(64, 4, 6 * 512), m(64, 4, 6), m(64, 4, 6), *_table(64), m(64, 1, 6 * 512)], {"length": 1024})],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],

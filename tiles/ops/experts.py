@@ -3,8 +3,8 @@
 A task of an expert gets a whole tile of rows and gathers those that chose the expert, so the shapes of a recorded step are the same for all data.
 Results are added in the order of experts to a tensor that begins at zero (or at the result of a shared expert): no task of an expert is the first
 to write it. If all rows are in one tile, each tile of I has such a tensor, so several workers compute, and the tensors are added at the end. The
-routing writes a flag for each expert that a row chose, and tasks of other experts are skipped, before their weights are fetched. The tasks of an
-expert that is learnt compute gradients in the backward pass, which must exist, so these tasks always run.
+routing writes a flag for each expert that a row chose, and tasks of other experts are skipped, before their weights are fetched. Of the backward
+tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens.
 
 Legend: x (B, T, C), logits (B, T, E), choices (B, T, K) int32, weights (B, T, K), flags (b, t, E) uint8 for b x t tiles of rows; matrices of an
 expert: gate (I, C), up (I, C), down (C, I).
@@ -105,8 +105,7 @@ def experts_backward(
                 accesses += [*((gradient.gate[i, c], REDUX) for c in range(num_c)), *((gradient.up[i, c], REDUX) for c in range(num_c))]
                 accesses += [(gradient.down[c, i], REDUX) for c in range(num_c)]
             accesses.append(_scratch(x, expert, is_backward=True))
-            condition = _condition(x, routing, number) if gradient is None else None
-            emit(x.runtime, "expert_backward", accesses, condition=condition, num_c=num_c, expert=number)
+            emit(x.runtime, "expert_backward", accesses, condition=_condition(x, routing, number), num_c=num_c, expert=number)
     return dx, dweights
 
 

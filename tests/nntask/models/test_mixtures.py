@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from support.gpt2_oracle import relative
 from support.quantised_directories import write_plain, write_quantised
 from support.transformers_oracle import (
+    BATCH,
     CONFIGS,
+    LENGTH,
     hf_gradients,
     hf_loss,
     hf_model,
@@ -99,6 +101,23 @@ def test_norm_topk_prob_changes_what_it_says(kind: str) -> None:
     assert relative(*found) > 1e-3
 
 
+def test_clipped_queries_keys_and_values() -> None:
+    """clip_qkv limits them after their norms and before rotation; loss and gradients are those of transformers."""
+    config = replace(CONFIGS["olmoe"], clip_qkv=0.75)
+    theirs, batch = hf_model(config), random_batch(config, 1)
+    model = our_model(theirs, config, tiles(config), InlineRuntime())
+    expected = hf_loss(theirs, config, batch)
+    expected.backward()
+    loss = model(**written(model, batch))
+    loss.backward()
+    assert loss.read()[0] == pytest.approx(expected.item(), rel=2e-5)
+    ours, free = our_gradients(model), our_model(theirs, CONFIGS["olmoe"], tiles(config), InlineRuntime())
+    for name, gradient in hf_gradients(theirs).items():
+        assert relative(ours[name], gradient) < 1e-5, name
+    assert relative(our_logits(free.eval() or free, batch), our_logits(model.eval() or model, batch)) > 1e-3
+    assert config_from_dict(theirs.config.to_dict() | {"architectures": ["OlmoeForCausalLM"]}).description == config.description
+
+
 def test_experts_without_tokens_decay_as_in_torch() -> None:
     """transformers holds all experts in one parameter: gradients of those without tokens are zero, and AdamW moves and decays them."""
     config = replace(CONFIGS["olmoe"], num_experts=40, num_experts_per_tok=1)
@@ -124,6 +143,30 @@ def test_experts_without_tokens_decay_as_in_torch() -> None:
     expected = state_of(theirs)
     for name, array in config.names.to_hf({key: tensor.read() for key, tensor in model.tensors().items()}, config).items():
         assert relative(array, expected[name]) < 2e-3 if name not in idle else relative(array, expected[name]) < 1e-4, name
+
+
+def test_learnt_experts_without_tokens_run_once_a_step() -> None:
+    """Their first backward task writes zeros; their other tasks are skipped, and gradients are those of one tile."""
+    config = replace(CONFIGS["olmoe"], num_experts=40, num_experts_per_tok=1)
+    theirs, batch, gradients, skipped = hf_model(config), random_batch(config, 1), [], []
+    for tiling in (ModelTiling(1, 4, 16, 24, -1, 31), ModelTiling(BATCH, LENGTH, 16, 24, -1, 31)):
+        with Runtime(1) as runtime:
+            model = our_model(theirs, config, tiling, runtime)
+            loss = model(**written(model, batch))
+            runtime.wait()
+            skipped.append(runtime.stats()["skipped_tasks"])
+            loss.backward()
+            runtime.wait()
+            skipped.append(runtime.stats()["skipped_tasks"] - skipped[-1])
+            gradients.append(our_gradients(model))
+    in_tiles, backward, alone, backward_alone = skipped
+    num_tasks = 2 * 40 * config.num_hidden_layers  # of a pass and a tile of tokens, since I is two tiles
+    assert 0.8 * 15 * num_tasks < in_tiles < 15 * num_tasks  # four tokens choose four experts at most
+    assert in_tiles - num_tasks < backward < in_tiles
+    assert 0 < alone < num_tasks
+    assert backward_alone == 0
+    for name, gradient in gradients[0].items():
+        assert relative(gradient, gradients[1][name]) < 1e-5 or not gradients[1][name].any(), name
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -244,7 +287,7 @@ def test_missing_weights_are_not_ignored(tmp_path: Path, left_out: str) -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise in x.json must be 0.0"),
         ("mixtral", {"router_aux_loss_coef": -0.1}, "router_aux_loss_coef in x.json must be 0 or above, and finite, got -0.1"),
         ("mixtral", {"num_experts": 4}, "x.json has num_local_experts twice"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv in x.json must be null"),
+        ("olmoe", {"clip_qkv": 0}, "clip_qkv in x.json must be positive and finite, got 0"),
         ("olmoe", {"head_dim": 4}, "head_dim in x.json must be hidden_size / num_attention_heads = 8, got 4"),
     ],
 )
