@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from support.gpt2_oracle import relative
-from support.quantised_directories import write_plain, write_quantised
+from support.quantised_directories import write_decoded, write_plain, write_quantised
 from support.transformers_oracle import (
     BATCH,
     CONFIGS,
@@ -27,6 +28,7 @@ from support.transformers_oracle import (
     state_of,
     tiles,
 )
+from transformers import AutoModelForCausalLM
 
 from nntask import AdamW
 from nntask.adapters.lora import LoRA, add_adapters
@@ -42,6 +44,7 @@ from nntask.nn.experts import balance_loss, routed
 from nntask.optim.optimizers import decay_groups
 from nntask.tiling.model_tiling import ModelTiling, generation_tiling
 from scheduler import InlineRuntime, Runtime
+from scheduler.core.records import RAM
 from tiles import TileTensor
 
 KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -320,28 +323,56 @@ def test_adapters_leave_routers_and_experts_alone(kind: str) -> None:
     assert all(parameter.gradient is None for parameter in model.parameters() if not parameter.trainable)
 
 
+def chosen_experts(directory: Path, ids: list[int]) -> list[set[tuple[int, int]]]:
+    """For each token, the experts that transformers chooses, as (layer, expert)."""
+    model = AutoModelForCausalLM.from_pretrained(directory, output_router_logits=True)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).router_logits  # (T, E) of each layer
+    best = torch.stack([scores.topk(model.config.num_experts_per_tok).indices for scores in logits])
+    return [{(layer, int(expert)) for layer, row in enumerate(best[:, token]) for expert in row} for token in range(len(ids))]
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def missing_bytes(model: Any) -> dict[tuple[int, int], int]:
+    """The bytes of each expert, as (layer, expert), that are not in memory."""
+    missing: dict[tuple[int, int], int] = {}
+    for name, tensor in model.tensors().items():
+        if match := re.match(r"layers\.(\d+)\..*experts\.(\d+)\.", name):
+            records = [tensor[index].record for index in np.ndindex(*tensor.grid)]
+            absent = sum(record.spec.nbytes for record in records if RAM not in record.replicas)
+            expert = int(match[1]), int(match[2])
+            missing[expert] = missing.get(expert, 0) + absent
+    return missing
+
+
 @pytest.mark.parametrize("kind", ["", "q4_0"])
 def test_generation_fetches_chosen_experts_only(tmp_path: Path, kind: str) -> None:
-    """In a quarter of the memory, above files: a token moves at most the weights of the experts that it chose, and all others once."""
+    """In a quarter of the memory, above files, a token reads the weights of the experts that transformers' router chooses for it, unless they are in
+    memory, and nothing else. Decoded matrices of a model as small as this one need holes of many encoded ones, which costs some reads."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
     config = replace(CONFIGS["olmoe"], **sizes, num_experts=64, num_experts_per_tok=2)
     write_plain(tmp_path / "model", config)
     if kind:
-        write_quantised(tmp_path / "model", tmp_path / "small", kind)
-    source, count = ModelSource.open(tmp_path / ("small" if kind else "model")), 24
-    sizes = {name: tensor.nbytes for name, tensor in source.build(InlineRuntime(), generation_tiling(config), "fp32").tensors().items()}
-    of_all, of_experts = sum(sizes.values()), sum(nbytes for name, nbytes in sizes.items() if ".experts." in name)
-    of_expert, of_others = of_experts // (64 * config.n_layer), of_all - of_experts
-    with Runtime(1, ram=of_all // 4, disk=tmp_path / "tier") as runtime:
+        write_decoded(tmp_path / "model", tmp_path / "decoded", write_quantised(tmp_path / "model", tmp_path / "small", kind))
+    source, count = ModelSource.open(tmp_path / ("small" if kind else "model")), 40
+    of_all = sum(tensor.nbytes for tensor in source.build(InlineRuntime(), generation_tiling(config), "fp32").tensors().values())
+    room = 12 * 64 * 96 * 4 if kind else 0  # for decoded matrices, which are larger than all others here
+    with Runtime(1, ram=of_all // 4 + room, disk=tmp_path / "tier") as runtime:
         model = source.build(runtime, generation_tiling(config), "fp32")
-        text = [token for (token,) in Generator(model, runtime, 64).stream([[5]], count, Sampling(temperature=0.0))]
+        text, missing, moved, read = [5], [missing_bytes(model)], [0], [bytes_read()]
+        for (token,) in Generator(model, runtime, 64).stream([[5]], count, Sampling(temperature=9.0)):
+            text.append(token)
+            moved.append(sum(nbytes for route, nbytes in runtime.stats()["moved_bytes"].items() if route.endswith("->ram")))
+            read.append(bytes_read())
+            missing.append(missing_bytes(model))
         stats = runtime.stats()
-    assert len(text) == count
-    chosen = count * config.n_layer * 2 * of_expert
-    moved = sum(nbytes for route, nbytes in stats["moved_bytes"].items() if route.endswith("->ram"))
-    assert moved <= 1.05 * (chosen + of_others)
+    chosen = chosen_experts(tmp_path / ("decoded" if kind else "model"), text[:-1])
+    needed = [sum(missing[token][expert] for expert in experts) for token, experts in enumerate(chosen)]
+    limit = (1.25 if kind else 1.05) * sum(needed[1:])
+    assert 0.95 * sum(needed[1:]) <= moved[-1] - moved[1] <= limit
+    assert read[-1] - read[1] <= limit
     assert stats["skipped_tasks"] >= count * config.n_layer * 62
-    assert chosen + of_others < count * of_all / 5  # all experts would be far more
-    num_tiles = sum(np.prod(tensor.grid) for name, tensor in model.tensors().items() if name.startswith("layers.0.") and ".experts.0." in name)
-    assert stats["conditional_hits"] + stats["conditional_misses"] == count * config.n_layer * 2 * num_tiles
-    assert 0 < stats["conditional_misses"] * of_expert // num_tiles <= moved
