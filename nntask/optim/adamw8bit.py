@@ -1,8 +1,8 @@
 """AdamW whose moments have 8 bits (Dettmers et al., 2022): two bytes and two fp32 scales per 256 weights, where `AdamW` has eight bytes a weight.
 
-Blocks of 256 lie within a tile, row by row, so results depend on the tiling, as all sums do, and on nothing else. Parameters of fewer than `LEAST`
-elements, such as norms and biases, have fp32 moments, as with bitsandbytes and torchao; the number counts the whole parameter, not a tile or a node's
-share of it.
+Blocks of 256 lie within a tile, row by row, and codes are rounded by random bits of the step, the parameter's name, the tile and the element. So
+results depend on the tiling, as all sums do, and on nothing else. Parameters of fewer than `LEAST` elements, such as norms and biases, have fp32
+moments, as with bitsandbytes and torchao; the number counts the whole parameter, not a tile or a node's share of it.
 """
 
 from __future__ import annotations

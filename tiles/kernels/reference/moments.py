@@ -104,7 +104,7 @@ def adam8bit(
 ) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on the decoded moments, which are encoded afterwards; `rest` is [norm,] [master].
 
-    `stream` tells parameters apart, `tile` the tiles of one.
+    Each parameter has another `stream`, and each of its tiles another `tile`.
     """
     norm, weights = split(rest, clip, master)
     factor = 1.0 if norm is None else clip_factor(norm, max_norm)
