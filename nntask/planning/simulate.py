@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any, Final
 
@@ -309,15 +310,18 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
     """
     step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
 
+    @cache
+    def step_of(size: int) -> tuple[RunConfig, CapturedStep]:
+        changed = run.cut(batch=size, minibatch=size).with_model(tiling=run.model.tiling.resolve(run.model.config, size, run.model.seq_len))
+        return changed, capture(changed)
+
     def look(size: int, *, quick: bool = True) -> tuple[Needs, int, int]:
         """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks.
 
         Args:
             quick: argument of `least_needs`.
         """
-        model = run.model
-        changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
-        captured = capture(changed)
+        changed, captured = step_of(size)
         inputs = sum(handle.spec.size for handle in captured.plan.uses if handle.spec.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
         needs = least_needs(captured.plan, target, changed.step.recompute, changed.step.order, quick=quick, reading=captured.reading)

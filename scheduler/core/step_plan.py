@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -257,20 +258,28 @@ class StepPlan:
             ranks: position of each task in another order, if they run in that one.
         """
         change = [0] * (len(self.tasks) + 1)
-        for handle, use in self.uses.items():
+        for size, positions in self._temporaries:
+            if ranks is None:
+                first, last = positions[0], positions[-1]
+            else:
+                places = [ranks[position] for position in positions]
+                first, last = min(places), max(places)
+            change[first] += size
+            change[last + 1] -= size
+        for handle, use in self.uses.items() if scratch or self.has_aside else ():
             if use.first_writer is None and (not use.readers or FILE in handle.replicas):  # scratch, or data that stays in its file
-                for position in use.positions if scratch or self.has_aside else ():
+                for position in use.positions:
                     if scratch or self.aside[position]:
                         rank = position if ranks is None else ranks[position]
                         change[rank] += handle.spec.size
                         change[rank + 1] -= handle.spec.size
-            elif self.owned.get(handle) is False:
-                first, last = use.positions[0], use.positions[-1]
-                if ranks is not None:
-                    first, last = min(map(ranks.__getitem__, use.positions)), max(map(ranks.__getitem__, use.positions))
-                change[first] += handle.spec.size
-                change[last + 1] -= handle.spec.size
         return list(accumulate(change[:-1]))
+
+    @cached_property
+    def _temporaries(self) -> list[tuple[int, Sequence[int]]]:
+        """(bytes, positions of the uses) of data that is created and dies within a replay, except scratch."""
+        uses = self.uses.items()
+        return [(handle.spec.size, use.positions) for handle, use in uses if use.first_writer is not None and self.owned.get(handle) is False]
 
     def _is_scratch(self, handle: HandleRecord) -> bool:
         use = self.uses[handle]
@@ -305,9 +314,8 @@ class StepPlan:
     def _makes(self) -> list[int]:
         """Return `ReplayPlan.makes` of the step's replays."""
         makes = [0] * len(self.tasks)
-        for handle, use in self.uses.items():
-            if self.owned.get(handle) is False and not self._is_scratch(handle):
-                makes[use.positions[0]] += handle.spec.size
+        for size, positions in self._temporaries:
+            makes[positions[0]] += size
         return makes
 
     def instantiate(

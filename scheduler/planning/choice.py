@@ -15,15 +15,13 @@ from typing import Final
 
 from ..core.step_plan import StepPlan
 from .device_share import order_of_all
-from .evaluation import PlanCandidate, PlannedOrder, best_of, evaluate
+from .evaluation import NEAR, PlanCandidate, PlannedOrder, best_of, evaluate
 from .machine_pace import PlanningMachine
 from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import BLOCK, NONE, Recomputation, Values
 from .search import LIKELY, Search
 from .value_groups import AUTO, all_groups, as_asked, asked_recomputation
 
-NEAR: Final = 1.1
-"""Ratio of costs to that of the best above which a step is not judged."""
 PLAIN: Final = 1.2
 """Further ratio up to which a step is judged that a program could ask for by a word, with no or all blocks recomputed. Forecasts without
 recomputation are up to 23 % too long, and "auto" must not be slower than "none" or "block"."""

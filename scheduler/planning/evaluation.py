@@ -14,6 +14,8 @@ from .value_groups import AUTO
 
 MARGIN: Final = 0.99
 """Ratio of costs from which on a candidate replaces one without recomputation."""
+NEAR: Final = 1.1
+"""Ratio of costs up to which a candidate may be faster than the best one, since forecasts err: such orders are evaluated further, and judged."""
 
 
 @dataclass(frozen=True, slots=True)
