@@ -85,6 +85,12 @@ class Architecture:
         return 0 if match is None else int(match[1])
 
     @staticmethod
+    def is_of_one_expert(name: str, layer: str) -> bool:
+        """Return whether the tensor with this name in GGUF files is the matrix of one expert, in `layer`: "ffn_gate", "ffn_up" or "ffn_down"."""
+        alone = _ALONE.fullmatch(name.removesuffix(".weight").removeprefix(_BLOCK).partition(".")[2])
+        return alone is not None and alone[1] == layer
+
+    @staticmethod
     def has_experts(name: str) -> bool:
         """Return whether the tensor with this name in GGUF files has the matrices of all experts of a block."""
         return name.endswith(_EXPERTS)

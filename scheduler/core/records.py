@@ -200,7 +200,7 @@ class TaskSpec:
             tasks of the step, at least in part.
         clone_share: fraction of the task's time that recomputation takes, as far as it is known.
         aside: whether a recorded task runs in host memory, on workers that stand aside.
-        counts_skips: whether the kernel returns a number of skipped tasks: of those fused into the task, the ones whose flag is 0.
+        counts_skips: whether the kernel for CPUs returns a number of skipped tasks: of those fused into the task, the ones whose flag is 0.
     """
 
     codelet: object

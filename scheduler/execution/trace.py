@@ -110,9 +110,9 @@ class Trace:
         for number, (source, target) in enumerate(links):
             name = f"{FILE_NAME if source == FILE else nodes[source]}->{nodes[target]}"
             yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": name}}
-        for (worker, name, task, start, end, place, _), step in zip(self.tasks(), steps or repeat(None), strict=False):
+        for (worker, name, task, start, end, node_id, _), step in zip(self.tasks(), steps or repeat(None), strict=False):
             about = {"task": task} if step is None else {"task": task, "step": step}
-            if place == SKIPPED:
+            if node_id == SKIPPED:
                 yield {"ph": "i", "s": "t", "pid": 1, "tid": worker, "name": f"{name} skipped", "ts": start / 1e3, "args": about}
             else:
                 yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": about}

@@ -245,15 +245,19 @@ def simulate(
         DoesNotFit: a task or the persistent data exceeds the budgets.
         ValueError: the policy is unknown, or `replays` or `channels` is not positive.
     """
-    if policy not in POLICIES or replays < 1 or channels < 1:
-        raise ValueError(
-            f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
-        )
+    _check(policy, replays, channels)
     machine = _machine(nodes, policy, Estimates(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
     twin = _detached(plan)
     shares = {} if worst else _shares_of(twin.tasks)
     driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside, shares=shares)
     return _replayed(driver, _loaded(driver, plan, twin), replays, ahead=ahead)
+
+
+def _check(policy: str, replays: int, channels: int) -> None:
+    if policy not in POLICIES or replays < 1 or channels < 1:
+        raise ValueError(
+            f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
+        )
 
 
 def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Estimates, *, storage: bool, eviction: str, prefetch: bool) -> Machine:

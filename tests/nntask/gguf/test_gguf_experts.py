@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -37,11 +38,20 @@ def logits_of(path: Path, batch: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(our_logits(model, batch))
 
 
-def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int], *, is_apart: bool = False) -> Path:
+def without(
+    source: Path,
+    target: Path,
+    left_out: str,
+    changes: Mapping[str, int],
+    *,
+    is_apart: bool = False,
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Path:
     """A file without keys and tensors that end in `left_out`, and with other numbers of some keys.
 
     Args:
         is_apart: whether the file has a tensor for each expert, as llama.cpp's converter first wrote them.
+        more: fp32 tensors to add, or to put in the place of others.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
@@ -54,8 +64,10 @@ def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int
         if is_apart and tensor.name.endswith("_exps.weight"):
             pieces = {tensor.name.replace("_exps.weight", f".{expert}.weight"): values for expert, values in enumerate(pieces[tensor.name])}
         for name, values in pieces.items():
-            if not (left_out and name.endswith(left_out)):
+            if not (left_out and name.endswith(left_out)) and name not in more:
                 writer.add_tensor(name, values, raw_dtype=tensor.tensor_type)
+    for name, values in more.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -141,6 +153,33 @@ def test_the_first_files_of_mixtral(tmp_path: Path, kind: str) -> None:
     broken = without(whole, tmp_path / "broken.gguf", "blk.1.ffn_down.2.weight", {}, is_apart=True)
     with pytest.raises(DataError, match=r"has no tensor model\.layers\.1\.block_sparse_moe\.experts\.2\.w2\.weight"):
         logits_of(broken, batch)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "key"),
+    [
+        ("gate", (95, 64), "feed_forward_length"),
+        ("up", (96, 63), "embedding_length"),
+        ("down", (64, 97), "feed_forward_length"),
+        ("down", (65, 96), "embedding_length"),
+        ("down", (96,), "feed_forward_length"),
+    ],
+)
+def test_a_wrong_size_of_one_expert_names_the_file(tmp_path: Path, layer: str, shape: tuple[int, ...], key: str) -> None:
+    """Before memory is taken, also in blocks after the first."""
+    whole = write_theirs(tmp_path / "whole.gguf", hf_model(wide(expressible("mixtral"))))
+    name, path = f"blk.1.ffn_{layer}.3.weight", tmp_path / "broken.gguf"
+    without(whole, path, "", {}, is_apart=True, more={name: np.zeros(shape, np.float32)})
+    with pytest.raises(StorageError, match=rf"llama\.{key} in .*broken\.gguf is \d+, and {name} has shape"):
+        read(path, ModelTiling())
+
+
+def test_an_expert_that_is_there_twice(tmp_path: Path) -> None:
+    """Alone and in the tensor of all experts."""
+    whole = write_theirs(tmp_path / "whole.gguf", hf_model(wide(expressible("mixtral"))))
+    without(whole, tmp_path / "twice.gguf", "", {}, more={"blk.1.ffn_up.3.weight": np.zeros((96, 64), np.float32)})
+    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.3\.weight in .*twice\.gguf has the same weights as another tensor, blk\.1\.ffn_up_exps"):
+        read(tmp_path / "twice.gguf", ModelTiling())
 
 
 @pytest.mark.parametrize("left_out", ["expert_feed_forward_length", "expert_shared_feed_forward_length"])

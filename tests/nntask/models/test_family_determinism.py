@@ -112,7 +112,7 @@ def test_wherever_data_lie(name: str, tmp_path: Path) -> None:
     assert stats["moved_bytes"]["ram->disk"] > 0
 
 
-@pytest.mark.parametrize("sims", [0, 2], ids=["a disk", "two devices"])
+@pytest.mark.parametrize("sims", [0, pytest.param(2, marks=pytest.mark.long)], ids=["disk", "devices"])
 @pytest.mark.parametrize("sched", POLICIES)
 def test_idle_experts_under_every_policy(sched: str, sims: int, tmp_path: Path) -> None:
     """In a quarter of the memory, where most tasks of experts are skipped, also those of learnt ones."""

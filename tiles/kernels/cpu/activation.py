@@ -249,11 +249,14 @@ def clamp(x: Array, y: Array, *, most: float) -> None:
 
 @register("clamp_backward", "cpu")
 def clamp_backward(x: Array, dy: Array, dx: Array, *, most: float) -> None:
-    """dx = dy if |x| <= most, else 0."""
+    """dx = dy if |x| <= most, else 0, also where dy is infinite or NaN."""
     for a, g, d, t in pieces_with_work(x, dy, dx, num_work=1):
-        np.abs(a, out=t)
-        np.less_equal(t, a.dtype.type(most), out=t)
-        np.multiply(g, t, out=d)
+        below, above = t.view(np.bool_)[: 2 * a.size].reshape(2, -1)  # a number has two bytes or more
+        np.less_equal(a, a.dtype.type(most), out=below)
+        np.greater_equal(a, a.dtype.type(-most), out=above)
+        below &= above
+        d.fill(0)
+        np.copyto(d, g, where=below)
 
 
 def _tanh_slope(t: Array, dy: Array, dx: Array) -> None:

@@ -151,14 +151,14 @@ def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
 
 @register("clamp", "reference")
 def clamp(x: Array, y: Array, *, most: float) -> None:
-    """y = x between -most and most."""
-    y[...] = np.clip(x, -most, most)
+    """y = x between -most and most, of the type of x, as in torch."""
+    y[...] = np.clip(x, x.dtype.type(-most), x.dtype.type(most))
 
 
 @register("clamp_backward", "reference")
 def clamp_backward(x: Array, dy: Array, dx: Array, *, most: float) -> None:
-    """dx = dy if |x| <= most, else 0."""
-    dx[...] = np.where(abs(x) <= most, dy, 0)
+    """dx = dy if |x| <= most, of the type of x, else 0."""
+    dx[...] = np.where(abs(x) <= x.dtype.type(most), dy, dy.dtype.type(0))
 
 
 @register("rotary", "reference")
