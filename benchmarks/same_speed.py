@@ -12,6 +12,7 @@ between the first and third quartile of its ratios is "not resolved". `same_runs
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -31,8 +32,9 @@ STEPS: Final = {"tiny": ("tiny GPT-2, 2 x 256, a step", 10, 200), "1x1024": ("GP
 
 
 def side(name: str, checkout: Path, arguments: tuple[str, ...]) -> common.Side:
-    """This interpreter with the packages of `checkout` before its own."""
-    return common.Side(name, (sys.executable, "-P", *arguments), {**common.one_thread_blas(), "PYTHONPATH": str(checkout)})
+    """This interpreter with the packages of `checkout` before its own, and the benchmarks of this checkout on both sides."""
+    path = os.pathsep.join((str(checkout), str(common.ROOT / "benchmarks")))
+    return common.Side(name, (sys.executable, "-P", *arguments), {**common.one_thread_blas(), "PYTHONPATH": path})
 
 
 def tasks_row(what: str, now: list[float], before: list[float]) -> dict[str, Any]:

@@ -25,11 +25,10 @@ class counted_cluster:
         self.workers = workers
 
     def __enter__(self) -> tuple[str, Callable[[], dict[str, int]]]:
-        from distributed import Client
+        from distributed import Client, LocalCluster
 
-        from wrappers.dask import local_cluster
-
-        self.cluster = local_cluster(self.workers)
+        # without certificates, as local_cluster makes them: the training is another process, which would not have them
+        self.cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, memory_limit=0, host="127.0.0.1", dashboard_address=":0")
         self.client = Client(self.cluster)
         self.client.run_on_scheduler(_count_messages)
         return self.cluster.scheduler_address, lambda: self.client.run_on_scheduler(_counted)

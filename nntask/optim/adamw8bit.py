@@ -16,6 +16,7 @@ import numpy as np
 from tiles import TileTensor
 from tiles.ops import optimizer as optimizer_ops
 
+from ..nn.initializers import stream_of
 from ..nn.module import Parameter
 from .optimizers import AdamW, Group
 
@@ -38,6 +39,6 @@ class AdamW8bit(AdamW):
 
     def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
         if "m_scales" in state:
-            optimizer_ops.adamw8bit(update, state["m"], state["m_scales"], state["v"], state["v_scales"])
+            optimizer_ops.adamw8bit(update, state["m"], state["m_scales"], state["v"], state["v_scales"], stream=stream_of(update.param.name))
         else:
             super()._emit(update, state, group)

@@ -133,7 +133,10 @@ def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: St
 
 
 def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
-    """Return the totals of each codelet in a step: number of tasks, floating-point operations, and bytes read and written, by its cost function."""
+    """Return the totals of each codelet in a step: number of tasks, floating-point operations, and bytes read and written, by its cost function.
+
+    Operations and bytes of conditional tasks count with their share.
+    """
     totals: dict[str, dict[str, float]] = {}
     for task in plan.tasks:
         row = totals.setdefault(task.name, {"tasks": 0, "flops": 0.0, "bytes": 0.0})
@@ -141,6 +144,6 @@ def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
         cost = getattr(task.codelet, "cost", None)
         if cost is not None:
             flops, nbytes = cost([handle.spec.view for handle, _ in task.accesses], task.constants)
-            row["flops"] += flops
-            row["bytes"] += nbytes
+            row["flops"] += flops * task.share
+            row["bytes"] += nbytes * task.share
     return totals

@@ -198,7 +198,8 @@ class TaskRuntime(abc.ABC):
             accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
             constants: keyword arguments of the kernel.
             priority: tasks of larger priority run earlier among ready tasks, under policies that use priorities.
-            condition: the flag on which the task depends, or the flags that it writes for later tasks; None for neither.
+            condition: the flag on which the task depends, or the flags that it writes for later tasks; None for neither. A task that begins a sum,
+                with mode REDUX, runs whatever its flag is; its kernel then writes zeros for a flag of 0.
 
         Raises:
             ValueError: a handle appears twice, no worker can run the codelet, or the condition does not match the accesses.
@@ -206,7 +207,7 @@ class TaskRuntime(abc.ABC):
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
-        eligible = self._examine(codelet, accesses)
+        kinds, pin = self._examine(codelet, accesses)
         if condition is not None or self._has_flags:
             self._note_flags(codelet, accesses, condition)
         if self.lanes > 1:  # else there is nothing to sum
@@ -214,14 +215,17 @@ class TaskRuntime(abc.ABC):
                 if handle.lanes is not None and (mode == R or mode == RW):
                     self._combine(handle, priority)
         plain: list[Access] = []
-        for handle, mode in accesses:
+        for access in accesses:
+            handle, mode = access
             if mode == REDUX:
                 handle, mode, accumulate = self._contribute(handle)
-                constants = {**(constants or {}), "accumulate": accumulate}
+                access, constants = (handle, mode), {**(constants or {}), "accumulate": accumulate}
+                if condition is not None and not accumulate:
+                    condition = condition._replace(guard=-1, share=1.0)
             elif mode != R and mode != SCRATCH:
                 self._overwrite(handle)
-            plain.append((handle, mode))
-        self._submit(codelet, plain, constants or {}, priority, (*eligible, condition))
+            plain.append(access)
+        self._submit(codelet, plain, constants or {}, priority, (kinds, pin, condition))
 
     def _note_flags(self, codelet: Codelet, accesses: Sequence[Access], condition: Condition | None) -> None:
         """Note the flags that a task writes.
@@ -379,8 +383,6 @@ def _check_condition(codelet: Codelet, accesses: Sequence[Access], condition: Co
     num_flags = accesses[condition.guard][0].nbytes
     if not 0 <= condition.number < num_flags:
         raise ValueError(f"{codelet!r} depends on a flag of {num_flags}, numbered from 0, got number {condition.number}; correct the condition")
-    if REDUX in modes:
-        raise ValueError(f"{codelet!r} depends on a flag, so it may add to a sum but not begin one, got mode REDUX; fill the data first, and use RW")
     if codelet.host is not None:
         raise ValueError(f"{codelet!r} depends on a flag, so it must run on a worker, got a host operation; submit it without a condition")
 

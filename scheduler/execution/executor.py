@@ -108,6 +108,7 @@ class Executor(TaskReports):
         self._store.load(self.models)
         self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
         self.models.memory = self.machine.memory
+        self.machine.conditions.has_log = trace is not None
         self._stalls = self.machine.stalls
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.failures = Failures()
@@ -153,19 +154,18 @@ class Executor(TaskReports):
         with self._lock:
             if self.waiters.broken is not None:
                 raise self.waiters.broken
-            if newcomer is not None and newcomer.spec.codelet is None and self.holds.own:
-                call = f"acquire() of {newcomer.accesses[0][0]!r}"
-                self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, call, self.machine.turns)
+            if newcomer is not None:
+                if newcomer.spec.codelet is None and self.holds.own:
+                    call = f"acquire() of {newcomer.accesses[0][0]!r}"
+                    self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, call, self.machine.turns)
+                newcomer.id = newcomer.order = TaskId(self._num_tasks)
+                self._num_tasks += 1
             try:
                 if self.inbox:
                     self._drain_inbox()
-                if type(event) is CopyFinished:
+                if newcomer is None and type(event) is CopyFinished:
                     source, target = event.source, event.target
                     self.models.record_copy(source.node, target.node, source.handle.spec.nbytes, copied_seconds)
-                elif newcomer is not None:
-                    newcomer.id = TaskId(self._num_tasks)
-                    newcomer.order = self._num_tasks
-                    self._num_tasks += 1
                 self._carry_out(self.machine.handle(event), None)
             except BaseException as error:
                 self.fail(error)
@@ -249,6 +249,8 @@ class Executor(TaskReports):
                 mine = action.task
             else:
                 self.run_task(action)
+        if self.trace is not None:
+            self.observe_skips()
         stalls = self._stalls
         if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would add a call per event
             stalls.update(perf_counter_ns())

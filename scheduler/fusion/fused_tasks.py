@@ -171,16 +171,21 @@ class FusedKernels:
             if key in self._graphs:
                 self._graphs[key] = start
 
-    def on_cpu(self, *views: Any) -> None:
-        """Run the kernels one by one on a CPU, except those of members whose flag is 0; all sections are in the last argument."""
+    def on_cpu(self, *views: Any) -> int:
+        """Run the kernels one by one on a CPU, except those of members whose flag is 0; return the number of these. All sections are in the last
+        argument."""
+        num_skipped = 0
         if self._sections:
             views = (*views, *self._views_in(views[-1]))
         for guard, members in self._runs:
             if guard is not None:  # conditional members only read their flags, so one look suffices for all in a row
                 flags = bytes(views[guard])
+                num_skipped += len(members)
                 members = [member for member in members if flags[member.flag[1]]]  # type: ignore[index]
+                num_skipped -= len(members)
             for codelet, arguments, constants, _ in members:
                 codelet.cpu(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
+        return num_skipped
 
     def _views_in(self, scratch: HostScratch) -> tuple[Any, ...]:
         """Return views of the sections in a piece of scratch; they are cached, because replays reuse few offsets."""
@@ -270,10 +275,15 @@ def join(
     groups = [Launch([_member(plan.tasks[position], arguments) for position in positions], run) for positions, run in starts]
     whole = FusedKernels(groups, sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
-    codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
-    num_clones, clone_share = _recomputation(plan, sorted(numbers), clones)
+    if kinds == ("cuda",):
+        codelet = Codelet(name, cuda=whole, cost=whole.cost)
+    else:
+        codelet = Codelet(name, cpu=whole.on_cpu, cost=whole.cost)  # type: ignore[arg-type]  # workers read the result (`TaskSpec.counts_skips`)
     accesses, priority, flags = tuple(modes.items()), joined[0].priority, _written_flags(joined, modes, arguments)
-    return RecordedTask(codelet, name, kinds, accesses, {}, priority, condition=flags, num_clones=num_clones, clone_share=clone_share)
+    counts_skips = kinds != ("cuda",) and any(member.flag is not None for group in groups for member in group.members)
+    task = RecordedTask(codelet, name, kinds, accesses, {}, priority, condition=flags, counts_skips=counts_skips)
+    task.num_clones, task.clone_share = _recomputation(plan, sorted(numbers), clones)
+    return task
 
 
 def _written_flags(members: Sequence[RecordedTask], modes: Collection[HandleRecord], arguments: Mapping[HandleRecord, int]) -> Condition | None:

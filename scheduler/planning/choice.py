@@ -66,16 +66,17 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
 
 
 def _searched(step: OrderedStep, order: str) -> list[PlanCandidate]:
-    """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in all orders.
+    """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in more orders.
 
-    Recomputations are compared in likely orders. None is searched if it could not make the step faster.
+    Recomputations are compared in likely orders. None is searched if it could not make the step faster. If few steps can be judged, the best one is
+    evaluated in likely orders alone: forecasts of the others differ by less than their error.
     """
     candidates = evaluate(step, order, only=() if step.plan.partitions else (SUBMISSION, *LIKELY))
     base = best_of(candidates)
     if not (base.moves_nothing or base.is_bound_by_tasks):
         candidates = Search(candidates, order).candidates()
     best = best_of(candidates)
-    in_all = evaluate(best.step, order, best.recomputation)
+    in_all = evaluate(best.step, order, best.recomputation, only=() if _most_judged(best.step) >= ORDERS else LIKELY)
     others = [candidate for candidate in candidates if candidate.recomputation is not best.recomputation]
     return [*in_all, *others] if best.recomputation is candidates[0].recomputation else [*others, *in_all]
 
@@ -114,12 +115,17 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
     orders = _orders_to_judge(best, candidates) if order == AUTO else [best]
     if base.moves_nothing or (len(orders) < 2 and not _others_to_judge(best, candidates, best.order)):
         return _planned(best, candidates)
-    most = JUDGED_TASKS // len(best.step.plan.tasks)
-    most = most if most >= ORDERS else 2
+    most = _most_judged(best.step)
     fastest = try_all(orders[: max(2, most - 1)])  # one is for another recomputation
     try_all(_others_to_judge(best, candidates, fastest.order)[: most - len(tried)])
     seconds, fastest, planned = min(tried, key=lambda row: row[0])
     return _planned(best, candidates) if seconds == inf else _planned(fastest, candidates, planned, seconds)
+
+
+def _most_judged(step: OrderedStep) -> int:
+    """Return the largest number of judged steps."""
+    most = JUDGED_TASKS // len(step.plan.tasks)
+    return most if most >= ORDERS else 2
 
 
 def _orders_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> list[PlanCandidate]:

@@ -89,7 +89,7 @@ class Pace:
     """Rates at which a machine computes and copies.
 
     Attributes:
-        seconds: duration of each task if all workers shared it; 0 for tasks that run aside.
+        seconds: duration of each task if all workers shared it, that of a conditional one times its share; 0 for tasks that run aside.
         read, write: bytes per second from and to the tier below, over all links together.
         duplex: whether copies in both directions run at the same time.
         num_devices: number of equal devices of the machine; the forecast simulates one of them.
@@ -209,7 +209,7 @@ def forecast(
 ) -> Forecast:
     """Forecast the traffic and the duration of a step within a budget.
 
-    A task whose data exceeds the budget is not detected and costs nothing extra.
+    A task whose data exceeds the budget is not detected and costs nothing extra. Copies and seconds of a conditional task count with its share.
 
     Args:
         step: the step.
@@ -224,6 +224,8 @@ def forecast(
     if pace is not None and pace.spill is not None:
         below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles that are written back early occupy both
     steps, _ = pass_through(step, positions, capacity, below=below, only_files=only_files)
+    if step.shares:
+        steps = [moves.expected(step.shares[position]) for moves, position in zip(steps, positions, strict=True)]
     read = sum(moves.read for moves in steps)
     written = sum(nbytes for moves in steps for _, nbytes, _ in moves.evicted)
     if pace is None:

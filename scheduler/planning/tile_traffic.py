@@ -8,7 +8,7 @@ that the one before it leaves. This module knows bytes and positions; `forecast`
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Final
 
@@ -43,6 +43,11 @@ class Moves:
     after: int | None = None
     far_written: int = 0
 
+    def expected(self, share: float) -> Moves:
+        """Return the expected copies for a task that runs with this probability; its bytes in use stay, because memory must hold them."""
+        evicted = [(since, int(nbytes * share), is_far) for since, nbytes, is_far in self.evicted]
+        return replace(self, read=int(self.read * share), far_read=int(self.far_read * share), evicted=evicted)
+
 
 class Touches:
     """Data that each task of a step touches, computed once for forecasts of the step in many orders. Tiles are numbered by the ids of their handles.
@@ -56,6 +61,7 @@ class Touches:
         data: for each task, (tile, whether it reads present data, whether it writes) of each access except scratch.
         scratch: for each task, its bytes of scratch.
         overwritten: for each task that runs aside, the tiles that it writes.
+        shares: for each task, the share of executions in which it is not skipped; empty without conditional tasks.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -67,6 +73,8 @@ class Touches:
         self.scratch = [sum(handle.spec.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
         aside = (position for position, is_aside in enumerate(plan.aside) if is_aside)
         self.overwritten = {position: {tile for tile, _, writes in self.data[position] if writes} for position in aside}
+        shares = [task.share for task in plan.tasks]
+        self.shares = shares if min(shares, default=1.0) < 1.0 else []
         self._is_mortal = [plan.owned.get(handle) is False for handle in self.handles]
 
     def next_uses(self, positions: Sequence[int]) -> list[list[int]]:

@@ -155,6 +155,16 @@ def capped_backward(y: TileTensor, dy: TileTensor, most: float) -> TileTensor:
     return _each("cap_backward", [y, dy], "d capped", most=most)[0]
 
 
+def clamped(x: TileTensor, most: float) -> TileTensor:
+    """`x` between -most and most; `most` is above 0."""
+    return _each("clamp", [x], "clamped", most=most)[0]
+
+
+def clamped_backward(x: TileTensor, dy: TileTensor, most: float) -> TileTensor:
+    """dx = dy if |x| <= most, else 0."""
+    return _each("clamp_backward", [x, dy], "d clamped", most=most)[0]
+
+
 def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[TileTensor, TileTensor]:
     """cos and sin of position * frequency, for positions from 0 to length - 1  # (D / 2,) -> (T, D / 2) each.
 

@@ -1,7 +1,7 @@
 """Early write-back: dirty data leaves a node before a task needs its memory.
 
-- A small share of the node is kept free or clean, so that admission rarely waits for a write-back. Clean bytes are counted again only after enough
-  bytes have been taken, because counting is slow.
+- A small share of the node is kept free or clean, so that admission rarely waits for a write-back; data that the plan overwrites before it is read
+  is not written for that. Clean bytes are counted again only after enough bytes have been taken, because counting is slow.
 - Beyond that share, data that leaves before its next use according to the forecast of the planned order (`UseSchedule.leaves`) is written back as
   soon as its last use has ended, one at a time: a link that idles in one part of a step is missing in another.
 
@@ -67,7 +67,7 @@ class EarlyWriteBack:
                 self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
         if self._wanted > 0:
             for replica in replicas.candidates[self.node].dirty(WRITES - num_writing):
-                if self._wanted > 0:
+                if self._wanted > 0 and not self._is_overwritten(replica):
                     replicas.write_back(replica, actions)
                     self._wanted -= replica.handle.spec.size
         while self._leaving and num_writing < LEAVING:
@@ -87,6 +87,10 @@ class EarlyWriteBack:
                 replica = handle.replicas.get(self.node)
                 if replica is not None and self._will_leave(replica):
                     self._leaving.append(replica)
+
+    def _is_overwritten(self, replica: Replica) -> bool:
+        """Whether planned tasks overwrite the data before any of them reads it."""
+        return self.replicas.foresight.next_use_of(replica)[1]
 
     def _will_leave(self, replica: Replica) -> bool:
         """Whether a replica is still there, unused and dirty, and leaves before its next use according to the forecast."""

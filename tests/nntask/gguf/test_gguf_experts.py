@@ -37,8 +37,12 @@ def logits_of(path: Path, batch: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(our_logits(model, batch))
 
 
-def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int]) -> Path:
-    """A file without keys and tensors that end in `left_out`, and with other numbers of some keys."""
+def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int], *, is_apart: bool = False) -> Path:
+    """A file without keys and tensors that end in `left_out`, and with other numbers of some keys.
+
+    Args:
+        is_apart: whether the file has a tensor for each expert, as llama.cpp's converter first wrote them.
+    """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -46,8 +50,12 @@ def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int
             value = changes.get(key.rpartition(".")[2], field.contents())
             writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
     for tensor in reader.tensors:
-        if not (left_out and tensor.name.endswith(left_out)):
-            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        pieces = {tensor.name: np.array(tensor.data)}
+        if is_apart and tensor.name.endswith("_exps.weight"):
+            pieces = {tensor.name.replace("_exps.weight", f".{expert}.weight"): values for expert, values in enumerate(pieces[tensor.name])}
+        for name, values in pieces.items():
+            if not (left_out and name.endswith(left_out)):
+                writer.add_tensor(name, values, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,6 +127,22 @@ def test_incomplete_files_are_refused(
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_first_files_of_mixtral(tmp_path: Path, kind: str) -> None:
+    """A tensor for each expert gives the bits of one tensor for all, also when the file is written anew; one that is missing is named."""
+    config = wide(expressible("mixtral"))
+    whole = write_theirs(tmp_path / "whole.gguf", hf_model(config), kind=kind)
+    old, batch = without(whole, tmp_path / "old.gguf", "", {}, is_apart=True), random_batch(config, 3)
+    expected = logits_of(whole, batch)
+    assert logits_of(old, batch).tobytes() == expected.tobytes()
+    write_gguf(opened(old), tmp_path / "new.gguf", Conversion(kind.lower()))
+    assert {"blk.0.ffn_up_exps.weight", "blk.2.ffn_down_exps.weight"} <= {tensor.name for tensor in gguf.GGUFReader(tmp_path / "new.gguf").tensors}
+    assert logits_of(tmp_path / "new.gguf", batch).tobytes() == expected.tobytes()
+    broken = without(whole, tmp_path / "broken.gguf", "blk.1.ffn_down.2.weight", {}, is_apart=True)
+    with pytest.raises(DataError, match=r"has no tensor model\.layers\.1\.block_sparse_moe\.experts\.2\.w2\.weight"):
+        logits_of(broken, batch)
+
+
 @pytest.mark.parametrize("left_out", ["expert_feed_forward_length", "expert_shared_feed_forward_length"])
 def test_sizes_of_experts_in_older_files(tmp_path: Path, left_out: str) -> None:
     """As in llama.cpp, experts share the width by default, and the shared expert has all of it."""
@@ -134,6 +158,7 @@ def test_sizes_of_experts_in_older_files(tmp_path: Path, left_out: str) -> None:
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
         ("qwen3_moe", {"mlp_only_layers": (1,)}, "no tensor|mlp_only_layers|has no name"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("olmoe", {"clip_qkv": 0.75}, "clip_qkv 0.75"),
     ],
 )
 def test_models_that_llama_cpp_cannot_compute(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:

@@ -157,10 +157,11 @@ def test_the_silu_gate_keeps_its_tasks() -> None:
 
 
 @tilings
-def test_scaled_and_capped(tile: tuple[int, int, int]) -> None:
-    """factor * x, and cap * tanh(x / cap), with their gradients."""
+def test_scaled_capped_and_clamped(tile: tuple[int, int, int]) -> None:
+    """factor * x, cap * tanh(x / cap), and x between limits, with their gradients."""
     agree(lambda x: functional.scaled(x, 2.5), lambda x: 2.5 * x, (random(B, T, 7), tile))
     agree(lambda x: functional.capped(x, 1.5), lambda x: 1.5 * torch.tanh(x / 1.5), (random(B, T, 7), tile))
+    agree(lambda x: functional.clamped(x, 0.5), lambda x: x.clamp(-0.5, 0.5), (random(B, T, 7), tile))
 
 
 def test_caps_are_positive() -> None:

@@ -8,11 +8,13 @@ import pytest
 from support.toy_steps import PAGE, PlanBuilder, toy_step
 
 from scheduler.api.capturing_runtime import CapturingRuntime
-from scheduler.core.records import FILE, Replica, W
+from scheduler.core.performance_model import Models
+from scheduler.core.records import FILE, RAM, Condition, NodeId, Replica, W
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.planning import forecast as forecasts
 from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill
+from scheduler.planning.machine_pace import pace_of
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.planning.orders import candidates
 from scheduler.planning.tile_traffic import Touches
@@ -64,6 +66,28 @@ def test_what_fits_takes_as_long_as_its_tasks() -> None:
 def test_without_a_pace_there_are_no_seconds() -> None:
     """Bytes alone are forecast then."""
     assert forecast(STEP, STEP.needed_bytes() // 3).seconds == 0
+
+
+def test_conditional_tasks_count_with_their_share(kit) -> None:  # type: ignore[no-untyped-def]
+    """Of data that is read for conditional tasks alone, their share moves, and of their seconds it passes; other tasks count whole."""
+    forecasts = []
+    for share in (1.0, 0.25):
+        runtime = CapturingRuntime()
+        weights = [kit.handle(runtime, f"weight {expert}", 512, kind="persistent") for expert in range(16)]
+        total = kit.handle(runtime, "total", 512, kind="persistent")
+        with runtime.record():
+            flags = runtime.handle(16, lambda memory, offset: None, name="flags")
+            runtime.submit(kit.plus, [(total, "R"), (flags, "W")], condition=Condition(flags=1))
+            for expert, weight in enumerate(weights):
+                accesses = [(weight, "R"), (total, "RW"), (flags, "R")]
+                runtime.submit(kit.plus, accesses, condition=Condition(guard=2, number=expert, share=share))
+            del flags
+        plan = runtime.plan
+        rates = pace_of(plan, [("cpu", RAM)], NodeId(1), Models(), channels=1, task_seconds=lambda task, kind: 1.0)
+        forecasts.append(forecast(plan, 8 * PAGE, replace(rates, read=1e12, write=1e12)))
+    assert forecasts[0].read > 8 * PAGE
+    assert forecasts[1].read == pytest.approx(0.25 * forecasts[0].read, abs=PAGE)
+    assert [found.seconds for found in forecasts] == pytest.approx([17.0, 1 + 0.25 * 16], rel=1e-3)
 
 
 @pytest.mark.parametrize("duplex", [True, False])

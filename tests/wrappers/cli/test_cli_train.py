@@ -57,7 +57,7 @@ def test_a_run_leaves_its_files(here, capsys):
     assert {p.name for p in run.iterdir()} == set(files.split())
     wanted = "steps tokens seconds tokens_per_second loss_first loss_last "
     wanted += "validation_loss_first validation_loss_last validation_loss_least validation_loss_least_step peak_bytes budget_bytes moved_bytes "
-    wanted += "evictions stall_seconds hit_rate recomputed_tasks recompute_seconds moved_bytes_around_steps evictions_around_steps "
+    wanted += "evictions stall_seconds hit_rate recomputed_tasks recompute_seconds skipped_tasks moved_bytes_around_steps evictions_around_steps "
     wanted += "stall_seconds_around_steps tasks tasks_per_step task_overhead_us fallbacks data workers versions bits_depend_on_schedule"
     summary = json.loads((run / "summary.json").read_text())
     assert " ".join(summary) == wanted

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.dask_nodes import run_of, train
 from support.objective_data import TEXTS, lines_in
-from support.transformers_oracle import CONFIGS
+from support.transformers_oracle import CONFIGS, IDLE_EXPERTS
 
 SOON = ("bert classifier",)
+
+
+def test_idle_experts_on_two_nodes() -> None:
+    """A mixture, most of whose experts get no token of a tile, has the bits of one node."""
+    run = run_of(2, clip=0.5, minibatch=2, config=IDLE_EXPERTS, length=11)
+    run = run.with_model(tiling=replace(run.model.tiling, minibatch_tile=1, seq_tile=4))
+    alone, together = train(1, run), train(2, run)
+    assert together.outcomes == alone.outcomes
+    assert together.weights == alone.weights
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOON else pytest.mark.long) for name in CONFIGS])

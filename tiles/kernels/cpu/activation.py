@@ -241,6 +241,21 @@ def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
         _tanh_slope(t, g, d)
 
 
+@register("clamp", "cpu")
+def clamp(x: Array, y: Array, *, most: float) -> None:
+    """y = x between -most and most."""
+    np.clip(x, x.dtype.type(-most), x.dtype.type(most), out=y)
+
+
+@register("clamp_backward", "cpu")
+def clamp_backward(x: Array, dy: Array, dx: Array, *, most: float) -> None:
+    """dx = dy if |x| <= most, else 0."""
+    for a, g, d, t in pieces_with_work(x, dy, dx, num_work=1):
+        np.abs(a, out=t)
+        np.less_equal(t, a.dtype.type(most), out=t)
+        np.multiply(g, t, out=d)
+
+
 def _tanh_slope(t: Array, dy: Array, dx: Array) -> None:
     """dx = dy * (1 - t^2) = dy * (1 - t) * (1 + t) for t = tanh(..), which is overwritten."""
     np.subtract(1, t, out=dx)

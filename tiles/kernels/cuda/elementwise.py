@@ -133,6 +133,18 @@ def cap_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: floa
     _source.each("cap_backward", y.dtype, y.size, y, dy, dx, np.float32(most), is_wide=True)
 
 
+@register("clamp", "cuda")
+def clamp(x: DeviceArray, y: DeviceArray, *, most: float) -> None:
+    """y = x between -most and most."""
+    _source.each("clamp", x.dtype, x.size, x, y, np.float32(most), is_wide=True)
+
+
+@register("clamp_backward", "cuda")
+def clamp_backward(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: float) -> None:
+    """dx = dy if |x| <= most, else 0."""
+    _source.each("clamp_backward", x.dtype, x.size, x, dy, dx, np.float32(most), is_wide=True)
+
+
 @register("rotary", "cuda")
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2)."""

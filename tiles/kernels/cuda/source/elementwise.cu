@@ -183,6 +183,16 @@ KERNEL cap_backward(const T *y, const T *dy, T *dx, float most, long long count)
 }
 EXPORT(cap_backward)
 
+KERNEL clamp(const T *x, T *y, float most, long long count) {
+    map(count, [=](float x) { return x < -most ? -most : x > most ? most : x; }, y, x);
+}
+EXPORT(clamp)
+
+KERNEL clamp_backward(const T *x, const T *dy, T *dx, float most, long long count) {
+    map(count, [=](float x, float d) { return fabsf(x) <= most ? d : 0.0f; }, dx, x, dy);
+}
+EXPORT(clamp_backward)
+
 // pairs (i, i + R/2) of each head's first R features turn by the position's angles, the others stay  // x (mb, t, h D), cos and sin (length, R/2), half R/2,
 // row r of x takes r % length; `count` pairs and features that stay
 KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int length, int width, int size, int half, float sign, long long count) {
