@@ -17,6 +17,7 @@ from tiles.emission import codelet
 from tiles.kernels.catalog import kernel, operations, register
 from tiles.kernels.cuda import tables
 from tiles.kernels.cuda.tables import head_scratch_nbytes
+from tiles.kernels.reference.loss import Head
 from tiles.kernels.registry import registered_chains
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -105,6 +106,25 @@ def test_a_chain_leaves_the_bits_of_its_operations(
         for (wanted, _), (found, _) in zip(single, whole, strict=True):
             for expected, result in zip(wanted, found, strict=True):
                 assert id(result) in private or result.dtype == np.uint8 or expected.tobytes() == result.tobytes()
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_head_with_weights_of_its_own_is_computed_pass_by_pass(has_copy: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantised head is decoded for each pass; capped logits, in pieces of rows, leave the same bits either way."""
+    emulator.backwards = False
+    monkeypatch.setattr(tables, "LOGITS", 40 * 24)
+    chain = CHAINS["head_forward + head_finish + head_backward"]
+    calls = linked(chain, 150, 16, BF16)
+    for number in (0, 2):
+        calls[number][1]["how"] = Head(cap=2.0)
+    if has_copy:
+        calls[2][0][1] = calls[2][0][1].copy()
+    whole = copied(calls)
+    for one, (arrays, constants) in zip(chain.kernels, calls, strict=True):
+        one(*map(on_device, arrays), **constants)
+    chain.run([([on_device(array) for array in arrays], constants) for arrays, constants in whole])
+    for (expected, _), (results, _) in zip(calls[1:], whole[1:], strict=True):
+        assert [one.tobytes() for one in expected if one.dtype != np.uint8] == [one.tobytes() for one in results if one.dtype != np.uint8]
 
 
 def test_what_is_chained() -> None:

@@ -48,8 +48,8 @@ def _activation_and_sums(tasks: Sequence[Task]) -> None:
 
 def _dropout_and_sums(tasks: Sequence[Task]) -> None:
     """y = dropout(x); db (+)= sums of the rows of y."""
-    (tiles, constants), ((_, total), flags) = tasks
-    dropout_sums(*tiles, total, **constants, accumulate=flags["accumulate"])
+    ((x, key, y), constants), ((_, total), flags) = tasks
+    dropout_sums(x, key, y, total, **constants, accumulate=flags["accumulate"])
 
 
 for _before in (2, 1, 0):

@@ -149,8 +149,9 @@ def _head(tasks: Sequence[Task]) -> None:
     (forward, constants), (ends, finish), (backward, how) = tasks
     head, given = forward_tiles(forward, 1, constants.get("how", PLAIN)), backward_tiles(backward, 1, how.get("how", PLAIN))
     if [*head.xs, *head.ws] != [*given.xs, *given.ws]:
-        for kernel, (tiles, own) in zip((head_forward, head_finish, head_backward), tasks, strict=True):
-            kernel(*tiles, **own)
+        head_forward(*forward, **constants)
+        head_finish(*ends, **finish)
+        head_backward(*backward, **how)
         return
     numbers = {name: how[name] for name in ("v_start", "scale", "first", "accumulate")}
     cap, throwaway = how.get("how", PLAIN).cap, device().partials.at(np.float64, 1)
@@ -165,7 +166,7 @@ def _head(tasks: Sequence[Task]) -> None:
 register_chain(
     KernelChain(
         (head_forward, head_finish, head_backward),
-        (*(Link(0, place - 5, 1, place, is_private=True) for place in (1, 2, 3)), Link(1, -2, 2, 3)),
+        (*(Link(0, index - 5, 1, index, is_private=True) for index in (1, 2, 3)), Link(1, -2, 2, 3)),
         _head,
     )
 )
@@ -179,8 +180,8 @@ def _gradient_columns(p: DeviceArray, dbias: DeviceArray, stride: int, *, accumu
     grid, sizes = (-(-width // 32), pieces, 1), (np.int32(num_rows), np.int32(width), np.int32(stride))
     _source.start("gradient_columns", p.dtype, p, out, *sizes, np.int32(accumulate and pieces == 1), grid=grid, shared=4 * THREADS)
     if pieces > 1:
-        sizes = (np.int32(pieces), np.int32(width))
-        _source.start("gradient_columns_of_pieces", p.dtype, out, dbias, *sizes, flag, grid=(grid[0], 1, 1), shared=4 * THREADS)
+        counts = np.int32(pieces), np.int32(width)
+        _source.start("gradient_columns_of_pieces", p.dtype, out, dbias, *counts, flag, grid=(grid[0], 1, 1), shared=4 * THREADS)
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
