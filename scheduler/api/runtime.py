@@ -277,6 +277,7 @@ class Runtime(RecordingRuntime):
         Raises:
             RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name, no
                 results to recompute by such an operation, or other tasks than `kinds`.
+            DoesNotFit, PlacementError, ValueError: a task fits no memory or no worker. Errors of `check` pass through.
         """
         step = self._new_step()
         with self._captured() as recorder:

@@ -144,7 +144,7 @@ REFUSED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
     (a_worker_that_is_missing, PlacementError, r"^place\(\) takes the name of a worker of this runtime, got 'worker 2'; name one of cpu:0, sim:0$"),
     (an_unknown_order, RecordingError, r"^this step has no order 'backwards'; it has submission, .*, and auto$"),
     (an_unknown_recomputation, RecordingError, r"^this step has no results of 'gelu' to recompute; name some of "),
-    (a_source_after_the_end, SchedulerError, r"^the runtime is closed"),
+    (a_source_after_the_end, SchedulerError, r"^the runtime is closed$"),
     (a_budget_without_addresses, MemoryError, r"^the system refused to reserve 4,611,686,018,427,387,904 bytes .*; lower the memory budget$"),
 ]
 
@@ -186,6 +186,7 @@ def test_each_cause_of_a_failed_task_is_produced(facts: dict[str, str], kit: Any
     assert ("fail" if cause == "raised" else "plus") in error.task
     assert ("'data'" in error.data) == (cause != "raised")
     assert facts["why"] in error.why
+    assert bool(error.why) == bool(facts["why"])
 
 
 def test_readers_that_take_too_much_are_refused(kit: Any) -> None:
