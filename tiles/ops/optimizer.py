@@ -160,6 +160,6 @@ def _update(op: str, update: Update, moments: list[TileTensor], buffer: TileTens
         nbytes = optimizer_scratch_nbytes(prod(param.tile), itemsize, has_penalty, clip, constants.get("nesterov", False))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
-        place: dict[str, Any] = {"tile": number} if "stream" in constants else {}
+        own: dict[str, Any] = {"tile": number} if "stream" in constants else {}
         emitted = emit_on_cpu if update.cpu_only else emit
-        emitted(param.runtime, op, accesses, priority=update.priority, row=update.row, **place, **constants, **shared)
+        emitted(param.runtime, op, accesses, priority=update.priority, row=update.row, **own, **constants, **shared)

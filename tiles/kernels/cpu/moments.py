@@ -2,8 +2,8 @@
 
 Ladder for 768 x 3072 fp32, one core, processor time: the reference's arrays 400 ms; compiled, with the nearest code by bisection, 199 ms; by a lookup
 of the upper 16 bits and one comparison 16.6 ms; with the largest magnitude as the largest integer 10.8 ms; in short vector loops, with the comparison
-as a carry of the lookup's entry, 6.1 ms. With stochastic rounding, which needs places in the tables, 5.4 ms: codes 2.7 ms, values 1.3 ms (a load and
-a store for each), the update 0.8 ms (`adam` on fp32 moments: 1.5 ms).
+as a carry of the lookup's entry, 6.1 ms. With stochastic rounding, which needs positions in the tables, 5.4 ms: codes 2.7 ms, values 1.3 ms (a load
+and a store for each), the update 0.8 ms (`adam` on fp32 moments: 1.5 ms).
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ SIGNED: Final = dynamic_map(True)
 UNSIGNED: Final = dynamic_map(False)
 
 
-def draws(step: float, stream: int, tile: int, places: range) -> Array:
+def draws(step: float, stream: int, tile: int, elements: range) -> Array:
     """Return the random bits of elements of a tile: the upper 16 are for the first moment, the lower 16 for the second  # (n,) uint32."""
     key, _ = mix(int(step), stream, tile)
-    return scrambled(np.arange(places.start, places.stop, dtype=np.uint64).astype(np.uint32) ^ np.uint32(key))
+    return scrambled(np.arange(elements.start, elements.stop, dtype=np.uint64).astype(np.uint32) ^ np.uint32(key))
 
 
 def decode(codes: Array, scales: Array, table: Array) -> Array:

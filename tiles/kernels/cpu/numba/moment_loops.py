@@ -1,8 +1,8 @@
 """Compiled loops of AdamW on moments in 8 bits; fp32 (see `compiled`). `reference.moments` has the format.
 
-The place of a number in a table grows linearly between two neighbouring values, and has one slope in a decade. The slopes fall from piece to piece,
-so the place is the smallest that the line of any piece gives; only the last piece, up to 1, is steeper. Vector instructions compute all lines faster
-than lookups find the piece.
+The position of a number in a table grows linearly between two neighbouring values, and has one slope in a decade. The slopes fall from piece to
+piece, so the position is the smallest that the line of any piece gives; only the last piece, up to 1, is steeper. Vector instructions compute all
+lines faster than lookups find the piece.
 
 Loops are short so that each becomes vector instructions: lookups apart from arithmetic, and integers cast back to 32 bits after each operation,
 because Numba widens them.
@@ -24,7 +24,7 @@ _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
 def _lines(values: Array) -> tuple[Array, Array]:
-    """Return the intercept and the slope of each piece of the place in a table of values from 0 to 1, in units of 2^-16."""
+    """Return the intercept and the slope of each piece of the position in a table of values from 0 to 1, in units of 2^-16."""
     low, high = values[:-1].astype(np.float64), values[1:].astype(np.float64)
     slopes = 65536 / (high - low)
     intercepts = 65536 * np.arange(low.size) - slopes * low
@@ -72,14 +72,14 @@ def _encode_signed(x: Array, scale: Any, random: Array, codes: Array) -> None:
     inverse = ONE / max(scale, _SMALLEST)
     for j in range(codes.size):
         ratio = abs(x[j]) * inverse
-        place = _SIGNED_SLOPES[0] * ratio
+        position = _SIGNED_SLOPES[0] * ratio
         for k in range(1, _SIGNED_LAST):
             line = _SIGNED_AT_0[k] + _SIGNED_SLOPES[k] * ratio
-            place = line if line < place else place
+            position = line if line < position else position
         line = _SIGNED_AT_0[_SIGNED_LAST] + _SIGNED_SLOPES[_SIGNED_LAST] * ratio
-        place = line if line > place else place
-        place = place if place < _SIGNED_TOP else _SIGNED_TOP
-        number = np.int32(np.uint32(np.uint32(np.int32(place)) + np.uint32(random[j] >> _HALF)) >> _HALF)
+        position = line if line > position else position
+        position = position if position < _SIGNED_TOP else _SIGNED_TOP
+        number = np.int32(np.uint32(np.uint32(np.int32(position)) + np.uint32(random[j] >> _HALF)) >> _HALF)
         codes[j] = np.uint8(np.int32(127) + (max(-number, np.int32(-127)) if x[j] < ZERO else number))
 
 
@@ -89,15 +89,15 @@ def _encode_unsigned(x: Array, scale: Any, random: Array, codes: Array) -> None:
     inverse = ONE / max(scale, _SMALLEST)
     for j in range(codes.size):
         ratio = x[j] * inverse
-        place = _UNSIGNED_AT_0[1] + _UNSIGNED_SLOPES[1] * ratio
+        position = _UNSIGNED_AT_0[1] + _UNSIGNED_SLOPES[1] * ratio
         for k in range(2, _UNSIGNED_LAST):
             line = _UNSIGNED_AT_0[k] + _UNSIGNED_SLOPES[k] * ratio
-            place = line if line < place else place
+            position = line if line < position else position
         line = _UNSIGNED_AT_0[_UNSIGNED_LAST] + _UNSIGNED_SLOPES[_UNSIGNED_LAST] * ratio
-        place = line if line > place else place
-        place = place if place > _LOWEST else _LOWEST
-        place = place if place < _UNSIGNED_TOP else _UNSIGNED_TOP
-        number = np.int32(np.uint32(np.uint32(np.int32(place)) + np.uint32(random[j] & _LOWER)) >> _HALF)
+        position = line if line > position else position
+        position = position if position > _LOWEST else _LOWEST
+        position = position if position < _UNSIGNED_TOP else _UNSIGNED_TOP
+        number = np.int32(np.uint32(np.uint32(np.int32(position)) + np.uint32(random[j] & _LOWER)) >> _HALF)
         codes[j] = np.uint8(number if x[j] > ZERO else np.int32(0))
 
 
