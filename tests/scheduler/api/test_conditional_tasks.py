@@ -298,6 +298,8 @@ def test_only_the_first_contribution_to_a_sum_ignores_its_flag(machine: str, lan
                     runtime.submit(CONTRIBUTE, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
                 runtime.submit(ADVANCE, [(mixture.token, "RW")])
                 del flags
+        assert step.plan is not None
+        assert sum(task.condition is None for task in step.plan.tasks if task.name == "contribute") == lanes * NUM_EXPERTS
         for number in range(5):
             step.replay()
             experts = chosen(4 * number + 4)[-4:]
