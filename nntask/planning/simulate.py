@@ -147,7 +147,7 @@ def _simulate(
 ) -> tuple[Simulation | None, Simulation | None, str, scheduler.Shortage | None]:
     """Return the expected costs of the step, with the memory of file readers, and those if all conditional tasks run; or why it cannot run.
 
-    The peaks are those of the worst case, which the budget must hold. Without conditional tasks there is no second result.
+    Peaks are the higher ones of both, which the budget must hold. Without conditional tasks there is no second result.
     """
     if not needs.fit(target):
         lack = shortage(target, needs)
@@ -159,8 +159,9 @@ def _simulate(
         worst = replay(order.plan, target, run.machine.scheduling, worst=True) if min(shares, default=1.0) < 1.0 else replayed
     except scheduler.DoesNotFit as error:
         return None, None, error.fact, error.shortage
-    classes = {node: dict(by_class) for node, by_class in worst.peak_bytes_by_class.items()}
-    simulation = replace(replayed, peak_bytes=dict(worst.peak_bytes), peak_bytes_by_class=classes)
+    higher = {node: worst if worst.peak_bytes[node] > replayed.peak_bytes[node] else replayed for node in replayed.peak_bytes}
+    classes = {node: dict(result.peak_bytes_by_class[node]) for node, result in higher.items()}
+    simulation = replace(replayed, peak_bytes={node: result.peak_bytes[node] for node, result in higher.items()}, peak_bytes_by_class=classes)
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there

@@ -221,7 +221,7 @@ class TaskRuntime(abc.ABC):
                 handle, mode, accumulate = self._contribute(handle)
                 access, constants = (handle, mode), {**(constants or {}), "accumulate": accumulate}
                 if condition is not None and not accumulate:
-                    condition = condition._replace(guard=-1, share=1.0)
+                    condition = None if condition.flags < 0 else condition._replace(guard=-1, share=1.0)
             elif mode != R and mode != SCRATCH:
                 self._overwrite(handle)
             plain.append(access)

@@ -20,7 +20,7 @@ from ..core.memory.prefetch import AHEAD, TASKS
 from ..core.memory.write_back import CLEAN
 from ..core.records import HandleRecord
 from ..core.step_plan import RecordedTask
-from .tile_traffic import Moves, Touches, pass_through
+from .tile_traffic import Moves, Touches, expected_moves, pass_through
 
 SHARE: Final = 0.84
 """Fraction of a budget that holds tiles between their uses; copies in progress and fragmentation take the rest. With a larger one, forecasts have too
@@ -209,7 +209,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the traffic and the duration of a step within a budget.
 
-    A task whose data exceeds the budget is not detected and costs nothing extra. Copies and seconds of a conditional task count with its share.
+    A task whose data exceeds the budget is not detected and costs nothing extra. Seconds of a conditional task count with its share, and copies with
+    the probability that a task needs them.
 
     Args:
         step: the step.
@@ -223,9 +224,9 @@ def forecast(
     below = None
     if pace is not None and pace.spill is not None:
         below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles that are written back early occupy both
-    steps, _ = pass_through(step, positions, capacity, below=below, only_files=only_files)
+    steps, evictions = pass_through(step, positions, capacity, below=below, only_files=only_files)
     if step.shares:
-        steps = [moves.expected(step.shares[position]) for moves, position in zip(steps, positions, strict=True)]
+        steps = expected_moves(step, positions, steps, evictions)
     read = sum(moves.read for moves in steps)
     written = sum(nbytes for moves in steps for _, nbytes, _ in moves.evicted)
     if pace is None:

@@ -43,8 +43,9 @@ class Moves:
     after: int | None = None
     far_written: int = 0
 
-    def expected(self, share: float) -> Moves:
-        """Return the expected copies for a task that runs with this probability; its bytes in use stay, because memory must hold them."""
+    def expected(self, spared: float) -> Moves:
+        """Return the copies less `spared` bytes, the mean that need not be fetched; bytes in use stay, because memory must hold them."""
+        share = max(0.0, 1.0 - spared / self.read)
         evicted = [(since, int(nbytes * share), is_far) for since, nbytes, is_far in self.evicted]
         return replace(self, read=int(self.read * share), far_read=int(self.far_read * share), evicted=evicted)
 
@@ -307,3 +308,29 @@ def pass_through(
                         memory.drop_overwritten(tile)
         memory.begin_again(period)
     return moves, [(step.handles[tile], position) for tile, position in memory.evictions]
+
+
+def expected_moves(step: Touches, positions: Sequence[int], moves: Sequence[Moves], evictions: Sequence[tuple[HandleRecord, int]]) -> list[Moves]:
+    """Return the expected copies of a step with conditional tasks; arguments after the first two are the results of `pass_through`.
+
+    A tile that was evicted is fetched unless all tasks that use it until the next fetch are skipped; these are taken to be independent.
+    """
+    period, wanted = len(positions), {handle for handle, _ in evictions}
+    uses: dict[HandleRecord, list[int]] = {}
+    for now, position in enumerate(positions):
+        for tile, _, _ in step.data[position]:
+            if (handle := step.handles[tile]) in wanted:
+                uses.setdefault(handle, []).append(now)
+    fetches: dict[HandleRecord, set[int]] = {}
+    for handle, position in evictions:
+        fetches.setdefault(handle, set()).add(position % period)
+    spared = [0.0] * period
+    for handle, starts in fetches.items():
+        idle = dict.fromkeys(starts, 1.0)  # probability that no task uses the tile after that fetch
+        latest = max(starts)
+        for now in uses[handle]:
+            latest = now if now in starts else latest
+            idle[latest] *= 1.0 - step.shares[positions[now]]
+        for start, chance in idle.items():
+            spared[start] += handle.spec.size * chance
+    return [each.expected(nbytes) if nbytes and each.read else each for each, nbytes in zip(moves, spared, strict=True)]

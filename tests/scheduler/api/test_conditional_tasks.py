@@ -298,6 +298,8 @@ def test_only_the_first_contribution_to_a_sum_ignores_its_flag(machine: str, lan
                     runtime.submit(CONTRIBUTE, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
                 runtime.submit(ADVANCE, [(mixture.token, "RW")])
                 del flags
+        assert step.plan is not None
+        assert sum(task.condition is None for task in step.plan.tasks if task.name == "contribute") == lanes * NUM_EXPERTS
         for number in range(5):
             step.replay()
             experts = chosen(4 * number + 4)[-4:]
@@ -305,6 +307,52 @@ def test_only_the_first_contribution_to_a_sum_ignores_its_flag(machine: str, lan
                 with runtime.acquire(total, "R") as view:
                     assert (view == (expert + 3) * sum(expert in each for each in experts)).all()
         assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(experts) for number, experts in enumerate(chosen(20)) if number % 4 >= lanes)
+
+
+def test_bounds_of_a_trace_count_skips() -> None:
+    """If each of ten tasks runs in three of five steps, their mean durations give the time that passes; medians would give that of all ten."""
+    trace = Trace()
+
+    def rotate(token: np.ndarray, flags: np.ndarray) -> None:
+        token += 1
+        flags[:] = [(number + 6 * int(token[0])) % 10 < 6 for number in range(NUM_EXPERTS)]
+
+    with Runtime(1, ram=MIB, trace=trace) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record() as step:
+            flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+            runtime.submit(both("rotate", rotate), [(mixture.token, "RW"), (flags, "W")], condition=Condition(flags=1))
+            for number in range(10):
+                accesses = [(flags, "R"), (mixture.weights[number], "R"), (mixture.out, "RW")]
+                runtime.submit(APPLY, accesses, {"expert": number}, condition=Condition(guard=0, number=number, share=0.6))
+            del flags
+        for _ in range(5):
+            step.replay()
+        runtime.wait()
+        assert step.plan is not None
+        ran, now = [], 0
+        for worker, name, task, _, _, node, accessed in trace.tasks():  # as if each that ran had taken a hundredth of a second
+            start, now = now, now + (0 if node == SKIPPED else 10_000_000)
+            ran.append((worker, name, task, start, now, node, accessed))
+        facts = facts_of(ran, steps_of_tasks(ran, step.first_tasks, len(step.plan.tasks), 1, 1), step.plan, runtime)
+    assert facts["steps"] == [1, 2, 3, 4, 5]
+    assert facts["seconds_per_step"] == pytest.approx(0.07)
+    assert facts["bounds_seconds"] == pytest.approx({"area": 0.07, "critical_path": 0.07, "link": 0.0})
+
+
+def test_a_skip_after_an_acquisition_has_a_track() -> None:
+    """The program has none, so the first worker's is taken."""
+    trace = Trace()
+    with Runtime(1, ram=MIB, trace=trace) as runtime:
+        mixture = Mixture(runtime)
+        flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+        runtime.submit(CHOOSE, [(mixture.token, "R"), (flags, "W")], condition=Condition(flags=1))
+        runtime.wait()
+        with runtime.acquire(mixture.out, "RW"):
+            accesses = [(flags, "R"), (mixture.weights[5], "R"), (mixture.out, "RW")]
+            runtime.submit(APPLY, accesses, {"expert": 5}, condition=Condition(guard=0, number=5))
+        runtime.wait()
+    assert [(worker, name) for worker, name, *_, node, _ in trace.tasks() if node == SKIPPED] == [(0, "apply")]
 
 
 @pytest.mark.parametrize(
