@@ -100,15 +100,18 @@ def test_fast_codes_are_those_of_the_reference_at_all_places_of_the_tables(sign:
     assert (have[2][grad == 1] == 255).all()
 
 
+@pytest.mark.parametrize("largest", [1.0, -1.0])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_rounding_has_no_bias(backend: str) -> None:
-    """The mean over many steps of a number's decoded moments is the number, of both signs and all magnitudes."""
-    numbers = np.concatenate([[1.0], np.exp(np.random.default_rng(0).uniform(np.log(3e-6), 0, 255))]).astype(np.float32)
+def test_rounding_has_no_bias(backend: str, largest: float) -> None:
+    """The mean over many blocks of a number's decoded moments is the number, of both signs and all magnitudes, that of the scale included."""
+    numbers = np.concatenate([[largest], np.exp(np.random.default_rng(0).uniform(np.log(3e-6), 0, 255))]).astype(np.float32)
     numbers[1:] *= np.where(np.arange(255) % 2, 1, -1)
     rows = np.tile(numbers, (500, 1))
     for values, table, codes in ((rows, SIGNED, 0), (rows**2, UNSIGNED, 2)):
-        decoded = table[moments_of(backend, rows)[codes]]
-        below, above = table[np.searchsorted(table, values[0], "right") - 1], table[np.searchsorted(table, values[0], "left")]
+        encoded = moments_of(backend, rows)
+        decoded = table[encoded[codes]] * encoded[codes + 1][:, None]
+        ratio = values[0] * (largest if codes == 0 else 1)
+        below, above = table[np.searchsorted(table, ratio, "right") - 1], table[np.searchsorted(table, ratio, "left")]
         large = np.abs(values[0]) > (0 if codes == 0 else 1e-6)  # smaller second moments have the lowest code above zero
         away = np.abs(decoded.mean(axis=0) - values[0]) / np.maximum(above - below, 1e-9)
         assert away[large].max() < 5 * 0.5 / np.sqrt(500)
@@ -162,7 +165,7 @@ def test_codes_are_the_neighbours(table: np.ndarray) -> None:
         ratios = (values / np.repeat(scales, BLOCK)[:1000]).clip(min=table[0])
         assert (table[np.maximum(codes.astype(int) - 1, 0)] <= ratios + 1e-6).all()
         assert (table[np.minimum(codes.astype(int) + 1, 255)] >= ratios - 1e-6).all()
-        assert scales[3] == np.abs(values[768:]).max()
+        assert scales[3] == max(values[768:], key=abs)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -1,8 +1,9 @@
 """Moments in 8 bits (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022), and AdamW on them, readable.
 
-A tile's numbers, row by row, form blocks of `BLOCK`; the last one may be shorter. A number is its code's value in a table of 256, times the largest
-magnitude of the block, its scale. Both tables have seven decades from 1e-7 to 1, the higher ones divided more finely (section 2.2); the signed one is
-for first moments, the unsigned one for second moments.
+A tile's numbers, row by row, form blocks of `BLOCK`; the last one may be shorter. A number is its code's value in a table of 256, times the block's
+scale: its number of the largest magnitude, a positive one if there are two. Both tables have seven decades from 1e-7 to 1, the higher ones divided
+more finely (section 2.2); the signed one is for first moments, the unsigned one for second moments. The signed one has 1, but not -1, so a scale has
+a sign.
 
 Rounding is stochastic: a number between two values becomes either, on average itself. To the nearest, a second moment would often keep its code,
 because it changes by less than half a step of the table. The random bits depend on the step, the tile, and the element's place in the tile.
@@ -77,11 +78,13 @@ def encode(values: Array, codes: Array, scales: Array, table: Array, random: Arr
     magnitudes, most = table[zero:], table.size - 1 - zero  # codes of negative numbers are mirrored
     for block in range(num_blocks(flat.size)):
         own = slice(block * BLOCK, (block + 1) * BLOCK)
-        scale = np.abs(flat[own]).max().astype(np.float32)
-        ratio = np.nan_to_num(np.abs(flat[own]) * (np.float32(1) / np.maximum(scale, SMALLEST)))
-        position = np.interp(ratio, magnitudes, np.arange(most + 1.0)) * 65536
+        low, high = flat[own].min(), flat[own].max()
+        scale = np.float32(low if -low > high else high) + np.float32(0)
+        inverse = np.float32(1) / np.maximum(np.abs(scale), SMALLEST)
+        ratio = np.nan_to_num(flat[own] * (-inverse if scale < 0 else inverse))
+        position = np.interp(np.abs(ratio), magnitudes, np.arange(most + 1.0)) * 65536
         number = (position.astype(np.int64) + random[own]) >> 16
-        number = np.maximum(number, flat[own] > 0) if zero == 0 else np.where(flat[own] < 0, -np.minimum(number, zero), number)
+        number = np.maximum(number, flat[own] > 0) if zero == 0 else np.where(ratio < 0, -np.minimum(number, zero), number)
         codes.reshape(-1)[own], scales[block] = zero + number, scale
 
 

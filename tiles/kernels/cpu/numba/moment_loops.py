@@ -20,6 +20,7 @@ from .compiled import EXACT, ONE, ZERO, Array, compiled, f32, inlined
 _BLOCK: Final = 256
 _SMALLEST: Final = f32(2.0**-126)  # `reference.moments.SMALLEST`
 _MAGNITUDE, _HALF, _LOWER, _NEAR = (np.uint32(number) for number in (0x7FFFFFFF, 16, 0xFFFF, 15))
+_ONE_BIT, _SIGN = np.uint32(1), np.uint32(31)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
@@ -49,6 +50,15 @@ def _largest(bits: Array) -> Any:
 
 
 @inlined(EXACT)
+def _furthest(bits: Array) -> Any:
+    """Return the bits of the number of the largest magnitude, given those of all: a positive one if there are two, a NaN if there is one."""
+    top = _ONE_BIT
+    for j in range(bits.size):
+        top = max(top, np.uint32(np.uint32(bits[j] << _ONE_BIT) | np.uint32(np.uint32(bits[j] >> _SIGN) ^ _ONE_BIT)))
+    return np.uint32(np.uint32(top >> _ONE_BIT) | np.uint32(np.uint32(np.uint32(top & _ONE_BIT) ^ _ONE_BIT) << _SIGN))
+
+
+@inlined(EXACT)
 def _draw(first: int, key: Any, random: Array) -> None:
     """Write `reference.moments.draws` of a block's elements, the first of which is element `first` of its tile."""
     begin = np.uint32(first)
@@ -69,9 +79,10 @@ def _look_up(table: Array, codes: Array, values: Array) -> None:
 @inlined(EXACT)
 def _encode_signed(x: Array, scale: Any, random: Array, codes: Array) -> None:
     """Write the codes of first moments, rounded by the upper halves of the random bits."""
-    inverse = ONE / max(scale, _SMALLEST)
+    inverse = ONE / max(abs(scale), _SMALLEST)
+    inverse = -inverse if scale < ZERO else inverse
     for j in range(codes.size):
-        ratio = abs(x[j]) * inverse
+        ratio = abs(x[j] * inverse)
         position = _SIGNED_SLOPES[0] * ratio
         for k in range(1, _SIGNED_LAST):
             line = _SIGNED_AT_0[k] + _SIGNED_SLOPES[k] * ratio
@@ -80,7 +91,7 @@ def _encode_signed(x: Array, scale: Any, random: Array, codes: Array) -> None:
         position = line if line > position else position
         position = position if position < _SIGNED_TOP else _SIGNED_TOP
         number = np.int32(np.uint32(np.uint32(np.int32(position)) + np.uint32(random[j] >> _HALF)) >> _HALF)
-        codes[j] = np.uint8(np.int32(127) + (max(-number, np.int32(-127)) if x[j] < ZERO else number))
+        codes[j] = np.uint8(np.int32(127) + (max(-number, np.int32(-127)) if x[j] * inverse < ZERO else number))
 
 
 @inlined(EXACT)
@@ -138,7 +149,7 @@ def adam8bit(
             means[j] = mean
             squares[j] = square
             weights[j] = weights[j] * keep - step * mean / (np.sqrt(square) * shrink + eps)
-        bits[2, 0], bits[2, 1] = _largest(mean_bits[:size]), _largest(square_bits[:size])
+        bits[2, 0], bits[2, 1] = _furthest(mean_bits[:size]), _largest(square_bits[:size])
         m_scale, v_scale = work[2, 0], work[2, 1]
         m_scales[block], v_scales[block] = m_scale, v_scale
         _draw(first, key, random)

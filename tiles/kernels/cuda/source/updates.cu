@@ -228,11 +228,13 @@ KERNEL adam8bit(
             param[i] = narrow<T>(weight);
         }
         float m_scale = block_max(fabsf(mean), buffer), v_scale = block_max(square, buffer);
+        if (!__syncthreads_or(mean == m_scale)) m_scale = -m_scale;  // the number of the largest magnitude is negative
         if (i < count) {
             u32 random = scrambled((u32)i ^ key, 0);
-            int number = rounded_number(fabsf(mean) * inverse_of(m_scale), tables + SIGNED_ZERO, CODES - 1 - SIGNED_ZERO, random >> 16);
+            float ratio = mean * (m_scale < 0.0f ? -inverse_of(-m_scale) : inverse_of(m_scale));
+            int number = rounded_number(fabsf(ratio), tables + SIGNED_ZERO, CODES - 1 - SIGNED_ZERO, random >> 16);
             int code = rounded_number(square * inverse_of(v_scale), values, CODES - 1, random & 0xFFFFu);
-            m[i] = (unsigned char)(SIGNED_ZERO + (mean < 0.0f ? (number > SIGNED_ZERO ? -SIGNED_ZERO : -number) : number));
+            m[i] = (unsigned char)(SIGNED_ZERO + (ratio < 0.0f ? (number > SIGNED_ZERO ? -SIGNED_ZERO : -number) : number));
             v[i] = (unsigned char)(code == 0 && square > 0.0f ? 1 : code);
         }
         if (lane == 0) {
