@@ -122,7 +122,7 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     ids = array(batch, length, dtype=np.int32, values=np.random.default_rng(0).integers(0, vocab, tokens))
     yield "embedding_backward", run("embedding_backward", ids, x, slope, v_start=0, accumulate=False), (x, slope), 0
     picked, peaks, totals = (array(batch, length, dtype=np.float32) for _ in range(3))
-    room = array(head_scratch_nbytes(tokens, vocab), dtype=np.uint8)
+    room = array(head_scratch_nbytes(tokens, vocab, width), dtype=np.uint8)
     forward = run("head_forward", x, table, ids, peaks, totals, picked, room, num_c=1, v_start=0, vocab=vocab, first=True)
     flops = 2.0 * tokens * width * vocab
     yield "head_forward", forward, (x, table), flops

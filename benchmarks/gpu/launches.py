@@ -34,8 +34,6 @@ OF_PARTS: Final = ("add_parts", "column_sums_of_pieces")
 """Kernels that read the partial sums of the arrays in a table, which are small."""
 OF_ROWS: Final = ("normalise", "norm_backward")
 """Kernels of which a block has whole rows of their first array."""
-TOKENS: Final = 16
-"""Number of tokens that a thread of `embedding_backward` compares at a time; each block searches all tokens."""
 PAIRS: Final = {"flash": 2, "flash_dq": 3, "flash_dkv": 4}
 """Number of products of queries and keys, or of the same size, by kernel of attention."""
 
@@ -143,7 +141,7 @@ def recording(gpu: RecordingGpu) -> Iterator[list[Launch]]:
         launch = Launch(kernel, source.name, prod(grid), threads, nbytes, _attention_flops(kernel, arguments))
         if kernel == "embedding_backward":
             tokens = arguments[0]
-            launch = launch._replace(rows=1, turns=-(-tokens.size // (TOKENS * threads)))
+            launch = launch._replace(rows=1, turns=-(-tokens.size // (shared // 4 - threads - 32)))
         if kernel in OF_ROWS:
             width = arguments[0].shape[-1]
             launch = launch._replace(rows=arguments[0].size / width / launch.blocks, turns=-(-width * element.itemsize // (16 * threads)))

@@ -208,7 +208,7 @@ def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how:
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
     targets[1, 3], targets[0, 0], targets[0, 1] = -1, 10, 20
-    partials = np.empty(max(head_scratch(10, 11, 8), device_head_scratch(10, 11)), np.uint8)
+    partials = np.empty(max(head_scratch(10, 11, 8), device_head_scratch(10, 11, 7)), np.uint8)
     given, more = [*xs, *ws, *([make(11)] if how.has_bias else []), targets], {} if how == PLAIN else {"how": how}
     start = len(given)
     if not backward:

@@ -41,7 +41,7 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
         return make(*shape).astype(dtype)
 
     x, y, z, vector, other = short(rows, width), short(rows, width), short(rows, width), short(width), short(width)
-    mean, rstd, ids, room = make(rows), make.positive(rows), make.ids(30, rows) - 1, np.zeros(head_scratch_nbytes(rows, 21), np.uint8)
+    mean, rstd, ids, room = make(rows), make.positive(rows), make.ids(30, rows) - 1, np.zeros(head_scratch_nbytes(rows, 21, width), np.uint8)
     tiles: Mapping[str, Sequence[np.ndarray]] = {
         "activation_backward": [x, y, z],
         "add": [x, y, z],
@@ -94,7 +94,9 @@ def test_a_chain_leaves_the_bits_of_its_operations(
 ) -> None:
     """All results but private ones and scratch; rows that 16 bytes divide and others, and sums of several pieces of rows."""
     chain = CHAINS[name]
-    monkeypatch.setattr(tables, "LOGITS", 40 * 24)
+    monkeypatch.setattr(tables, "COLUMNS", 8)
+    monkeypatch.setattr(tables, "LEAST_ROWS", 40)
+    monkeypatch.setattr(tables, "_ROWS", 20)
     for backwards in (False, True):
         emulator.backwards = backwards
         single = linked(chain, rows, width, dtype)
@@ -112,7 +114,9 @@ def test_a_chain_leaves_the_bits_of_its_operations(
 def test_a_head_with_weights_of_its_own_is_computed_pass_by_pass(has_copy: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quantised head is decoded for each pass; capped logits, in pieces of rows, leave the same bits either way."""
     emulator.backwards = False
-    monkeypatch.setattr(tables, "LOGITS", 40 * 24)
+    monkeypatch.setattr(tables, "COLUMNS", 8)
+    monkeypatch.setattr(tables, "LEAST_ROWS", 40)
+    monkeypatch.setattr(tables, "_ROWS", 20)
     chain = CHAINS["head_forward + head_finish + head_backward"]
     calls = linked(chain, 150, 16, BF16)
     for number in (0, 2):

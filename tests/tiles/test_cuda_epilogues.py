@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.strict_cuda import STRICT_TRAINING, installed, opened
 
 from scheduler.core.errors import DeviceFailed
 from tiles.kernels.catalog import kernel
+from tiles.kernels.cuda.products import CublasError
 from tiles.kernels.registry import BF16
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -120,7 +122,7 @@ def test_a_bias_that_is_not_aligned_has_no_plan(cuda: FakeCuda) -> None:
     bench, (x, w, bias, y) = KernelBench(gpu), arrays(SIZES[0], np.float32, False)
     addresses = [gpu.reserve(array.nbytes + 16) + 4 * (array is bias) for array in (x, w, bias, y)]
     views = [on_device(array).__class__(address, array.shape, array.dtype) for address, array in zip(addresses, (x, w, bias, y), strict=True)]
-    with pytest.warns(RuntimeWarning, match="a kernel of their own"):
+    with pytest.warns(RuntimeWarning, match=r"^cuBLASLt reads 16 bytes at a time, and an operand begins at a multiple of 4; such biases are added"):
         assert not gpu.gemm_with_bias(*views[:2], views[2], views[3], trans_b=False)
     bench.wait()
     assert cuda.found == []
@@ -139,8 +141,30 @@ def test_an_activation_is_that_of_the_stored_sums(has_biased_products: bool, cud
     assert y.tobytes() == again.tobytes()
 
 
+def test_a_creation_that_fails_leaves_no_descriptions(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third matrix of a plan has no memory."""
+    (gpu,) = opened(cuda)
+    bench, library, numbers = KernelBench(gpu), gpu._biased._library, count()
+    create = library.cublasLtMatrixLayoutCreate
+    monkeypatch.setattr(library, "cublasLtMatrixLayoutCreate", lambda *arguments: 3 if next(numbers) == 2 else create(*arguments))
+    monkeypatch.setattr(gpu, "_try", lambda call: call())
+    with pytest.raises(CublasError, match="ALLOC_FAILED"):
+        bench.run("linear_bias", arrays(SIZES[0], np.float32, False), trans_b=False)
+    assert library.described == {}
+
+
+def test_a_missing_library_is_named(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All biases are then added by kernels."""
+    (gpu,) = opened(cuda)
+    bench, (x, w, bias, y) = KernelBench(gpu), arrays(SIZES[0], np.float32, False)
+    monkeypatch.setattr(gpu._biased, "_library", None)
+    with pytest.warns(RuntimeWarning, match=r"^cuBLASLt was not found; such biases are added"):
+        bench.run("linear_bias", [x, w, bias, y], trans_b=False)
+    np.testing.assert_allclose(y, exact(x, w, False) + bias, rtol=1e-5, atol=1e-5)
+
+
 def test_training_goes_on_without_biased_products(cuda: FakeCuda, status: Status, cuda_libraries: Path) -> None:
-    """With graphs: losses are those of the emulation without such products, and differ in bf16 from those with them."""
+    """With graphs: losses are those of the emulation without such products."""
     (gpu,) = opened(cuda)
     status.value = 15
     with pytest.warns(RuntimeWarning, match="no product with a bias"):

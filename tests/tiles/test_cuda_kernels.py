@@ -185,13 +185,15 @@ def test_sums_over_many_rows(
 
 @needs_compiler
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("rows_at_once", [130, 48])
+@pytest.mark.parametrize(("columns", "least_rows"), [(50264, 1024), (19400, 48), (8192, 1024)])
 def test_the_gradient_of_a_large_vocabulary_is_rounded_once(
-    rows_at_once: int, first: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+    columns: int, least_rows: int, first: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16, logits of all rows or of some, weights with a common mean. The error of dx is about that of its rounding; sums of columns are right."""
+    """bf16, logits of all, of some rows or of some columns, weights with a mean. The error of dx is about that of its rounding; sums are right."""
     emulator.backwards = False
-    monkeypatch.setattr(tables, "LOGITS", rows_at_once * 50264)
+    monkeypatch.setattr(tables, "COLUMNS", columns)
+    monkeypatch.setattr(tables, "LEAST_ROWS", least_rows)
+    monkeypatch.setattr(tables, "_ROWS", 16)
     rng, num_rows, vocab, width = np.random.default_rng(0), 130, 50257, 16
     x = rng.standard_normal((1, num_rows, width)).astype(BF16)
     w, bias = (rng.normal(0.02, 0.02, shape).astype(BF16) for shape in ((vocab, width), (vocab,)))
@@ -201,7 +203,7 @@ def test_the_gradient_of_a_large_vocabulary_is_rounded_once(
     p = np.exp(z - lse[:, None])
     p[np.arange(num_rows), targets[0]] -= 1
     exact = p @ w.astype(np.float64) + (0 if first else dx[0].astype(np.float64))
-    scratch, dbias = np.empty(head_scratch_nbytes(num_rows, vocab), np.uint8), np.zeros(vocab, np.float32)
+    scratch, dbias = np.empty(head_scratch_nbytes(num_rows, vocab, width), np.uint8), np.zeros(vocab, np.float32)
     arrays = [x, w, bias, targets, lse[None].astype(np.float32), dx, dbias, scratch]
     constants = {"num_c": 1, "v_start": 0, "scale": 1.0, "first": first, "accumulate": False, "how": Head(has_bias=True, has_dbias=True)}
     kernel("head_backward", "cuda")(*map(on_device, arrays), **constants)
@@ -255,6 +257,19 @@ def test_gradients_of_a_table_over_many_tokens(width: int, accumulate: bool, emu
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
+def test_a_limit_is_compared_in_the_type_of_its_numbers(dtype: Any, emulator: Emulator) -> None:
+    """0.3 is rounded up in bf16, and is within the limit; slopes beyond it are 0, whatever they would be multiplied by."""
+    emulator.backwards = False
+    limit = np.asarray(0.3, dtype)
+    beyond = np.nextafter(limit, np.asarray(1, dtype))
+    x, dy = np.array([limit, -limit, beyond, -beyond, beyond], dtype), np.array([2, 3, 4, np.inf, np.nan], dtype)
+    dx = np.empty(5, dtype)
+    kernel("clamp_backward", "cuda")(*map(on_device, (x, dy, dx)), most=0.3)
+    assert dx.tolist() == [2, 3, 0, 0, 0]
+
+
+@needs_compiler
 def test_nan_is_kept(emulator: Emulator) -> None:
     """One NaN in a row of scores reaches the row's statistics, weights and gradients, whatever comes after it."""
     s, peak, total = np.zeros((1, 1, 2, 40), np.float32), np.zeros((1, 1, 2), np.float32), np.zeros((1, 1, 2), np.float32)
@@ -282,7 +297,7 @@ def test_masked_classes_have_no_weight(width: int, masked: slice, first: bool, e
     bias = make(width)
     bias[masked] = -np.inf
     args = [make(1, 3, 4), make(width, 4), bias, np.zeros((1, 3), np.int32), make(1, 3), make.positive(1, 3), make(1, 3)]
-    scratch = np.empty(max(loss_scratch_nbytes(3, width, 8), head_scratch_nbytes(3, width)), np.uint8)
+    scratch = np.empty(max(loss_scratch_nbytes(3, width, 8), head_scratch_nbytes(3, width, 0)), np.uint8)
     check("head_forward", [*args, scratch], {"num_c": 1, "v_start": 0, "vocab": width, "first": first, "how": Head(True)}, rtol=2e-5, atol=2e-5)
 
 

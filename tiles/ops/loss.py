@@ -16,6 +16,7 @@ from scheduler import REDUX, SCRATCH, Access, Mode, R, W
 from ..emission import emit, scratch
 from ..kernels.cpu.loss import loss_scratch_nbytes
 from ..kernels.reference.loss import PLAIN, Head
+from ..kernels.registry import BF16
 from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from .grid import chained, same_axis, statistics
@@ -51,7 +52,7 @@ def linear_cross_entropy(
         for v in range(w.grid[0]):
             mode = chained(v)
             accesses = [*rows, *((w[v, c], R) for c in range(num_c)), *_tile(bias, v), (targets[b, t], R)]
-            accesses += [(peak[b, t], mode), (total[b, t], mode), (picked[b, t], mode), _scratch(x, w)]
+            accesses += [(peak[b, t], mode), (total[b, t], mode), (picked[b, t], mode), _scratch(x, w, is_backward=False)]
             emit(x.runtime, "head_forward", accesses, num_c=num_c, v_start=v * w.tile[0], vocab=w.shape[0], first=v == 0, **_constants(how))
         ends: list[Access] = [(targets[b, t], R), (peak[b, t], R), (total[b, t], R), (picked[b, t], R), *_tile(factor, 0)]
         emit(x.runtime, "head_finish", [*ends, (lse[b, t], W), (partials[number,], W)], scale=scale)
@@ -87,7 +88,7 @@ def linear_cross_entropy_backward(
             accesses += [(dx[b, t, c], chained(v)) for c in range(num_c)]
             accesses += [(dw[v, c], REDUX) for c in range(num_c)] if dw is not None else []
             sums = None if dbias is None else _row_sums(dbias, v)
-            accesses += [*_tile(sums, 0, W), _scratch(x, w)]
+            accesses += [*_tile(sums, 0, W), _scratch(x, w, is_backward=True)]
             constants: dict[str, Any] = {"num_c": num_c, "v_start": v * w.tile[0], "scale": scale, "first": v == 0, "accumulate": False}
             emit(x.runtime, "head_backward", accesses, **constants, **_constants(how))
             if dbias is not None and sums is not None:  # a separate task, since dw may have had contributions that dbias has not
@@ -126,11 +127,11 @@ def _check(x: TileTensor, w: TileTensor, targets: TileTensor, bias: TileTensor |
         raise ValueError(f"the cap of logits must be positive, got {cap}; leave it out for none")
 
 
-def _scratch(x: TileTensor, w: TileTensor) -> Access:
+def _scratch(x: TileTensor, w: TileTensor, *, is_backward: bool) -> Access:
     num_rows, num_columns = x.tile[0] * x.tile[1], w.tile[0]
     nbytes = loss_scratch_nbytes(num_rows, num_columns, 8 if x.dtype == np.float64 else 4)
     if x.runtime.has_gpus:
         from ..kernels.cuda.tables import head_scratch_nbytes
 
-        nbytes = max(nbytes, head_scratch_nbytes(num_rows, num_columns))
+        nbytes = max(nbytes, head_scratch_nbytes(num_rows, num_columns, x.shape[2] if is_backward and x.dtype == BF16 else 0))
     return scratch(x.runtime, nbytes), SCRATCH

@@ -66,6 +66,11 @@ def add_into(addend: DeviceArray, total: DeviceArray, *, accumulate: bool) -> No
         copy(addend, total)
 
 
+def add_float(sums: DeviceArray, out: DeviceArray, *, accumulate: bool) -> None:
+    """out (+)= sums in fp32, rounded once."""
+    _source.each("add_float", out.dtype, out.size, sums, out, np.int32(accumulate), is_wide=True)
+
+
 @register("add_rows", "cuda")
 def add_rows(x: DeviceArray, p: DeviceArray, out: DeviceArray) -> None:
     """out[b] = x[b] + p[:t]  # (mb, t, c) + (at least t, c)."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 from .array import DeviceArray
-from .products import TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, loaded
+from .products import TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, cublas_lt
 
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
 """cublasLtMatmulDescAttributes_t."""
@@ -78,14 +80,14 @@ class CublasLt:
         sizes = product.trans_a, product.trans_b, product.m, product.n, product.k, product.lda, product.ldb, product.ldc
         key = (*sizes, *alignments, *(array.dtype for array in (*sides, bias)))
         if key not in self._plans:
-            self._plans[key] = self._plan(product, bias, alignments)
+            self._plans[key] = self._plan(product, alignments)
         plan = self._plans[key]
         if plan is not None:
             if self._start(plan, product, bias, stream):
                 return True
             self._destroy(plan.product, plan.layouts)
         self._plans[key] = None
-        self._warn(product)
+        self._warn(product, self._reason(alignments))
         return False
 
     def _start(self, plan: _Plan, product: ColumnMajor, bias: DeviceArray, stream: int) -> bool:
@@ -100,12 +102,29 @@ class CublasLt:
             raise CublasError(status)
         return not status
 
-    def _plan(self, product: ColumnMajor, bias: DeviceArray, alignments: tuple[int, ...]) -> _Plan | None:
+    def _plan(self, product: ColumnMajor, alignments: tuple[int, ...]) -> _Plan | None:
         """Ask for an algorithm; None if there is none."""
-        if self._library is None or min(alignments) < _LEAST_ALIGNMENT or bias.dtype != product.c.dtype:
+        if self._reason(alignments):
             return None
+        with ExitStack() as unused:
+            plan = self._planned(product, alignments, unused)
+            if plan is not None:
+                unused.pop_all()
+        return plan
+
+    def _reason(self, alignments: tuple[int, ...]) -> str:
+        """Return why no plan is asked for; "" if nothing speaks against it."""
+        if self._library is None:
+            return "cuBLASLt was not found"
+        if min(alignments) < _LEAST_ALIGNMENT:
+            return f"cuBLASLt reads {_LEAST_ALIGNMENT} bytes at a time, and an operand begins at a multiple of {min(alignments)}"
+        return ""
+
+    def _planned(self, product: ColumnMajor, alignments: tuple[int, ...], unused: ExitStack) -> _Plan | None:
+        """Describe a product and ask for an algorithm; `unused` gets what ends the descriptions."""
         library = self._library
         described = self._created(library.cublasLtMatmulDescCreate, self._blas.sums[product.a.dtype.itemsize], _REAL_FP32)
+        unused.callback(library.cublasLtMatmulDescDestroy, described)
         # the heuristic reads the alignment of the bias from its address, and nothing there
         values = {_TRANS_A: product.trans_a, _TRANS_B: product.trans_b, _EPILOGUE: _EPILOGUE_BIAS}
         for attribute, value in values.items():
@@ -117,14 +136,14 @@ class CublasLt:
             (product.b, (n, k) if product.trans_b else (k, n), product.ldb),
             (product.c, (m, n), product.ldc),
         )
-        layouts = tuple(self._created(library.cublasLtMatrixLayoutCreate, TYPES[array.dtype], *shape, ld) for array, shape, ld in shapes)
+        layouts = []
+        for array, shape, distance in shapes:
+            layouts.append(self._created(library.cublasLtMatrixLayoutCreate, TYPES[array.dtype], *shape, distance))
+            unused.callback(library.cublasLtMatrixLayoutDestroy, layouts[-1])
         chosen = self._chosen(described, layouts, alignments)
-        if chosen is None:
-            self._destroy(described, layouts)
-            return None
-        return _Plan(described, layouts, chosen)
+        return None if chosen is None else _Plan(described, tuple(layouts), chosen)
 
-    def _chosen(self, described: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], alignments: tuple[int, ...]) -> Heuristic | None:
+    def _chosen(self, described: ctypes.c_void_p, layouts: Sequence[ctypes.c_void_p], alignments: tuple[int, ...]) -> Heuristic | None:
         """Return the heuristic's first choice; None if it has none."""
         library, chosen, count = self._library, Heuristic(), ctypes.c_int()
         preference = self._created(library.cublasLtMatmulPreferenceCreate)
@@ -166,16 +185,13 @@ class CublasLt:
     def _set(function: Any, described: ctypes.c_void_p, attribute: int, value: Any) -> None:
         _check(function(described, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
-    def _warn(self, product: ColumnMajor) -> None:
+    def _warn(self, product: ColumnMajor, reason: str) -> None:
         """Warn at the first refusal."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"cuBLASLt has no product with a bias for {product.n} rows of {product.k} numbers by {product.m} columns of {product.a.dtype}; such "
-                "biases are added by a kernel of their own, which takes longer. Install a newer cuBLAS if that matters",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            shape = f"{product.n} rows of {product.k} numbers by {product.m} columns of {product.a.dtype}"
+            said = reason or f"cuBLASLt has no product with a bias for {shape}"
+            warnings.warn(f"{said}; such biases are added by a kernel of their own, which takes longer", RuntimeWarning, stacklevel=2)
 
 
 def _alignment(array: DeviceArray) -> int:
@@ -189,8 +205,8 @@ def _check(status: int) -> None:
 
 
 def _library() -> Any:
-    """Return cuBLASLt, which cuBLAS has loaded; None if it is missing."""
-    library = loaded("libcublasLt")
+    """Return cuBLASLt; None if it is missing."""
+    library = cublas_lt()
     return None if library is None else typed_cublas_lt(library)
 
 

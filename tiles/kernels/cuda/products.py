@@ -140,20 +140,25 @@ def _library() -> Any:
     Raises:
         ImportError: it is not installed.
     """
+    return typed_cublas(_cublas()[0])
+
+
+@cache
+def _cublas() -> tuple[ctypes.CDLL, int]:
+    """Return cuBLAS and its major version, from the libraries that CuPy has loaded, or else from the system's loader."""
     from cupy_backends.cuda.libs import cublas  # noqa: F401
 
-    library = loaded("libcublas")
-    if library is None:
-        raise ImportError("libcublas was not found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
-    return typed_cublas(library)
-
-
-def loaded(name: str) -> Any:
-    """Return a library of CUDA, from those that CuPy has loaded, or else from the system's loader; None if there is none."""
     for mode in (ctypes.DEFAULT_MODE | _NO_LOAD, ctypes.DEFAULT_MODE):
-        for version in (13, 12, 11):
+        for major in (13, 12, 11):
             with suppress(OSError):
-                return ctypes.CDLL(f"{name}.so.{version}", mode=mode)
+                return ctypes.CDLL(f"libcublas.so.{major}", mode=mode), major
+    raise ImportError("libcublas was not found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
+
+
+def cublas_lt() -> ctypes.CDLL | None:
+    """Return cuBLASLt of the same major version, which cuBLAS has loaded; None if it is missing."""
+    with suppress(OSError):
+        return ctypes.CDLL(f"libcublasLt.so.{_cublas()[1]}")
     return None
 
 

@@ -5,7 +5,10 @@ The program must refuse ids outside the vocabulary when it reads them, since GPU
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import accumulate as accumulate_sizes
+from itertools import product as grid_of
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,17 +19,19 @@ from ..reference.loss import PLAIN, Backward, Head, backward_tiles, forward_tile
 from ..reference.random import mix, threshold
 from ..registry import register, register_chain
 from .array import DeviceArray
-from .elementwise import fill, start_with_sums
-from .launch import THREADS, KernelSource, device
+from .elementwise import add_float, fill, start_with_sums
+from .launch import SOURCES, THREADS, KernelSource, device
 from .many import Task, pieces_of
 
 _source = KernelSource("tables")
 _FLOAT: Final = np.dtype(np.float32)
-LOGITS: Final = 1 << 27
-"""Largest number of logits that exist at a time, 512 MiB: whole rows, because a row's gradients need the sum over all its columns."""
+COLUMNS: Final = 8192
+"""Number of logits per row, over all rows, for which there is memory."""
+LEAST_ROWS: Final = 1024
+"""Smallest number of rows whose logits are computed over all columns: with fewer, products take longer than the logits that they save."""
 _ROWS: Final = 128
 """Divisor of the number of rows whose logits exist at a time, the rows of a block of large products."""
-_TOKENS: Final = 16
+_TOKENS: Final = int(re.findall(r"#define TOKENS (\d+)", (SOURCES / "tables.cu").read_text())[0])
 """Number of tokens that a thread of `embedding_backward` compares at a time."""
 _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
 
@@ -36,17 +41,18 @@ class Logits(NamedTuple):
 
     Attributes:
         rows: their numbers among all rows.
-        padded: (R, stride) fp32, of which `num_columns` numbers of each row are logits.
+        columns: numbers of the columns among those of the tile.
+        padded: (R, stride) fp32, of which the first numbers of each row are logits.
     """
 
     rows: slice
+    columns: slice
     padded: DeviceArray
-    num_columns: int
 
     @property
     def sizes(self) -> tuple[np.int32, np.int32]:
         """Width and stride of a row, as arguments of kernels."""
-        return np.int32(self.num_columns), np.int32(self.padded.shape[1])
+        return np.int32(self.columns.stop - self.columns.start), np.int32(self.padded.shape[1])
 
 
 @register("embedding", "cuda")
@@ -66,14 +72,15 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
     _source.start("embedding_backward", dy.dtype, tokens, dy, dtable, *numbers, grid=(tokens.size, 1, 1), threads=THREADS, shared=shared)
 
 
-def head_scratch_nbytes(num_rows: int, num_columns: int) -> int:
-    """Return the working memory of a task of the head: logits in fp32, of at most `LOGITS` numbers.
+def head_scratch_nbytes(num_rows: int, num_columns: int, width: int) -> int:
+    """Return the working memory of a task of the head: `COLUMNS` logits for each row, and in a backward pass of bf16 tiles dx in fp32.
 
     Args:
         num_rows: number of tokens.
         num_columns: number of rows of the vocabulary tile.
+        width: number of features of all tiles of dx; 0 if no dx has to be summed.
     """
-    return 4 * min(num_rows * _stride_of(num_columns), LOGITS)
+    return 4 * num_rows * (min(COLUMNS, _stride_of(num_columns)) + width)
 
 
 def _stride_of(num_columns: int) -> int:
@@ -81,27 +88,38 @@ def _stride_of(num_columns: int) -> int:
     return -(-num_columns // 8) * 8
 
 
+def _rows_at_once(num_rows: int, num_columns: int) -> int:
+    """Return the number of rows whose logits fit the memory of `COLUMNS` logits for every row; 0 if they are too few for large products."""
+    if num_columns <= COLUMNS:
+        return num_rows
+    count = num_rows * COLUMNS // _stride_of(num_columns)
+    return count - count % _ROWS if count >= LEAST_ROWS else 0
+
+
 def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceArray | None, cap: float, scratch: DeviceArray) -> Iterator[Logits]:
-    """Yield the logits of pieces of rows, over all columns of the tile."""
+    """Yield the logits of pieces of rows over all columns of the tile, or of `COLUMNS` columns of all rows, if pieces would have few rows."""
     (num_rows, _), num_columns = xs[0].shape, ws[0].shape[0]
-    stride = _stride_of(num_columns)
-    num_at_once = max(1, LOGITS // stride)
-    num_at_once -= num_at_once % _ROWS if num_at_once > _ROWS else 0
-    for first in range(0, num_rows, num_at_once):
-        rows = slice(first, min(first + num_at_once, num_rows))
-        padded = scratch.at(_FLOAT, rows.stop - first, stride)
-        s = padded.at(_FLOAT, rows.stop - first, num_columns)
+    at_once = _rows_at_once(num_rows, num_columns)
+    steps = (at_once, num_columns) if at_once else (num_rows, COLUMNS)
+    for first_row, first in grid_of(range(0, num_rows, steps[0]), range(0, num_columns, steps[1])):
+        rows, columns = slice(first_row, min(first_row + steps[0], num_rows)), slice(first, min(first + steps[1], num_columns))
+        count, width = rows.stop - rows.start, columns.stop - columns.start
+        padded = scratch.at(_FLOAT, count, _stride_of(width))
         for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
-            device().gemm(x[rows], w, s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0, stride_out=stride)
+            s, stride = padded.at(_FLOAT, count, width), padded.shape[1]
+            device().gemm(x[rows], w[columns], s, trans_a=False, trans_b=True, alpha=1.0, accumulate=number > 0, stride_out=stride)
+        logits = Logits(rows, columns, padded)
         if bias is not None or cap:
-            _source.each("shape_logits", xs[0].dtype, padded.size, padded, bias, np.float32(cap), np.int32(num_columns), np.int32(stride))
-        yield Logits(rows, padded, num_columns)
+            piece = None if bias is None else bias[columns]
+            _source.each("shape_logits", xs[0].dtype, padded.size, padded, piece, np.float32(cap), *logits.sizes)
+        yield logits
 
 
 def _add_to_statistics(logits: Logits, statistics: Sequence[DeviceArray], v_start: int, first: bool) -> None:
     """Add logits to the running statistics of their rows: targets, peak, total, picked."""
     tiles = [tile.reshape(-1)[logits.rows] for tile in statistics]
-    _source.by_row("add_logits", logits.padded, logits.padded, *tiles, np.int32(v_start), *logits.sizes, np.int32(first))
+    numbers = (np.int32(v_start + logits.columns.start), *logits.sizes, np.int32(first and logits.columns.start == 0))
+    _source.by_row("add_logits", logits.padded, logits.padded, *tiles, *numbers)
 
 
 @register("head_forward", "cuda")
@@ -125,41 +143,60 @@ def head_finish(targets: DeviceArray, peak: DeviceArray, total: DeviceArray, pic
 def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
     """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`."""
     given = backward_tiles(tiles, num_c, how)
+    short, shape = given.xs[0].dtype, (given.ws[0].shape[0], given.xs[0].rows().shape[0])
+    is_summed = short != _FLOAT and not _rows_at_once(shape[1], shape[0])
+    sums = _sums_behind_logits(given.scratch, given.dxs, shape[0]) if is_summed else [dx.rows() for dx in given.dxs]
     for logits in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
-        _gradients(logits, given, v_start=v_start, scale=scale, cap=how.cap, first=first, accumulate=accumulate)
+        goes_on = logits.columns.start > 0 or not (first or is_summed)
+        _gradients(logits, given, sums, v_start=v_start, scale=scale, cap=how.cap, goes_on=goes_on, accumulate=accumulate)
+    if is_summed:
+        for dx, dx_sum in zip(given.dxs, sums, strict=True):
+            add_float(dx_sum, dx, accumulate=not first)
 
 
-def _gradients(logits: Logits, given: Backward, *, v_start: int, scale: float, cap: float, first: bool, accumulate: bool) -> None:
-    """Turn logits into their gradients in place, and multiply: rows of dx, which are rounded once, and contributions to dw and dbias."""
-    short, (rows, padded, num_columns), goes_on = given.xs[0].dtype, logits, logits.rows.start > 0
-    numbers = (np.int32(v_start), *logits.sizes, np.float32(scale), np.float32(cap))
+def _sums_behind_logits(scratch: DeviceArray, dxs: Sequence[DeviceArray], num_columns: int) -> list[DeviceArray]:
+    """Return arrays in fp32 for the sums of dx over blocks of columns, which are rounded once at the end."""
+    dxs = [dx.rows() for dx in dxs]
+    ends = accumulate_sizes([head_scratch_nbytes(dxs[0].shape[0], num_columns, 0), *(4 * dx.size for dx in dxs)])
+    return [DeviceArray(scratch.address + end, dx.shape, _FLOAT) for end, dx in zip(ends, dxs, strict=False)]
+
+
+def _gradients(
+    logits: Logits, given: Backward, dxs: Sequence[DeviceArray], *, v_start: int, scale: float, cap: float, goes_on: bool, accumulate: bool
+) -> None:
+    """Turn logits into their gradients in place, and multiply: rows of dx, which are added to if it `goes_on`, and contributions to dw and dbias."""
+    short, (rows, columns, padded), has_rows_before = given.xs[0].dtype, logits, logits.rows.start > 0
+    numbers = (np.int32(v_start + columns.start), *logits.sizes, np.float32(scale), np.float32(cap))
     arrays = (padded, given.targets.reshape(-1)[rows], given.lse.reshape(-1)[rows], given.factor)
     _source.start("logit_gradients", short, *arrays, *numbers, grid=(padded.shape[0], 1, 1))
-    p, stride = padded.at(short, padded.shape[0], num_columns), padded.shape[1] * _FLOAT.itemsize // short.itemsize
+    stride = padded.shape[1] * _FLOAT.itemsize // short.itemsize
+    p = padded.at(short, padded.shape[0], columns.stop - columns.start)
     if given.dbias is not None:
-        _gradient_columns(p, given.dbias, stride, accumulate=goes_on)
-    for w, dx in zip(given.ws, given.dxs, strict=True):
-        device().gemm(p, w, dx.rows()[rows], trans_a=False, trans_b=False, alpha=1.0, accumulate=not first, stride_a=stride)
+        _gradient_columns(p, given.dbias[columns], stride, accumulate=has_rows_before)
+    for w, dx in zip(given.ws, dxs, strict=True):
+        device().gemm(p, w[columns], dx[rows], trans_a=False, trans_b=False, alpha=1.0, accumulate=goes_on, stride_a=stride)
     for x, dw in zip(given.xs, given.dws, strict=bool(given.dws)):
-        device().gemm(p, x.rows()[rows], dw, trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate or goes_on, stride_a=stride)
+        adds = accumulate or has_rows_before
+        device().gemm(p, x.rows()[rows], dw[columns], trans_a=True, trans_b=False, alpha=1.0, accumulate=adds, stride_a=stride)
 
 
 def _head(tasks: Sequence[Task]) -> None:
     """Forward pass, loss and gradients of a head of one vocabulary tile: logits are computed once, and become gradients while they exist."""
     (forward, constants), (ends, finish), (backward, how) = tasks
     head, given = forward_tiles(forward, 1, constants.get("how", PLAIN)), backward_tiles(backward, 1, how.get("how", PLAIN))
-    if [*head.xs, *head.ws] != [*given.xs, *given.ws]:
+    num_at_once = _rows_at_once(given.xs[0].rows().shape[0], given.ws[0].shape[0])
+    if not num_at_once or [*head.xs, *head.ws] != [*given.xs, *given.ws]:
         head_forward(*forward, **constants)
         head_finish(*ends, **finish)
         head_backward(*backward, **how)
         return
-    numbers = {name: how[name] for name in ("v_start", "scale", "first", "accumulate")}
+    numbers = {"goes_on": not how["first"], **{name: how[name] for name in ("v_start", "scale", "accumulate")}}
     cap, throwaway = how.get("how", PLAIN).cap, device().partials.at(np.float64, 1)
     for logits in _logits([x.rows() for x in given.xs], given.ws, None, cap, given.scratch):
         _add_to_statistics(logits, head.statistics, constants["v_start"], constants["first"])
         rows = [tile.reshape(-1)[logits.rows] for tile in (*head.statistics, given.lse)]
         head_finish(*rows, throwaway, scale=0.0)
-        _gradients(logits, given, cap=cap, **numbers)
+        _gradients(logits, given, [dx.rows() for dx in given.dxs], cap=cap, **numbers)
     head_finish(*ends, **finish)
 
 

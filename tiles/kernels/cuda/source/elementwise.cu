@@ -87,6 +87,15 @@ KERNEL from_float(const float *x, T *out, long long count) {
 }
 EXPORT(from_float)
 
+// out (+)= sum, rounded once
+KERNEL add_float(const float *sum, T *out, int accumulate, long long count) {
+    if (accumulate)
+        map(count, [](float x, float y) { return x + y; }, out, out, sum);
+    else
+        map(count, [](float x) { return x; }, out, sum);
+}
+EXPORT(add_float)
+
 // out[b] = x[b] + p[:t]; `row` elements of p take part
 KERNEL add_rows(const T *x, const T *p, T *out, long long row, long long count) {
     if (row % WIDE == 0 && row < 1ll << 31 && are_aligned(x, p, out)) {
@@ -189,7 +198,8 @@ KERNEL clamp(const T *x, T *y, float most, long long count) {
 EXPORT(clamp)
 
 KERNEL clamp_backward(const T *x, const T *dy, T *dx, float most, long long count) {
-    map(count, [=](float x, float d) { return fabsf(x) <= most ? d : 0.0f; }, dx, x, dy);
+    float limit = widen(narrow<T>(most));  // in the type of x, as PyTorch compares
+    map(count, [=](float x, float d) { return fabsf(x) <= limit ? d : 0.0f; }, dx, x, dy);
 }
 EXPORT(clamp_backward)
 
