@@ -157,8 +157,9 @@ def generation_tiling(config: ModelConfig, *, is_quantised: bool = False) -> Mod
     """Return tiles for generating text, where each step reads every weight once for a few tokens.
 
     All texts of a batch are in one tile. Every dimension except the residual stream has at least two tiles, so that two workers share the reading.
-    Experts are whole, since workers share them instead, and a part of a matrix would be read from its file in short pieces. Keys and values have
-    tiles of `_CACHE_TILE` positions.
+    Experts, which workers share instead, are the exception: their width has as few tiles as the limit allows, one up to 4,096 features, because a
+    part of a matrix would be read from its file in short pieces. Other feed-forward layers of such a model have tiles of that width, so they are
+    whole if they are no wider than an expert. Keys and values have tiles of `_CACHE_TILE` positions.
 
     Args:
         is_quantised: whether matrices are quantised; two workers then gain nothing from sharing the attention of a narrow model.
