@@ -235,16 +235,12 @@ class StepPlan:
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.spec.size for handle in self.uses if not self._is_scratch(handle)), default=0)
-        outliving = self.kept_bytes()
+        outlives = (handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle))
+        outliving = self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
         outputs = sum(handle.spec.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
         borrowed = max((handle.spec.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
         return outliving + min(replays, 2) * outputs + max(passing, borrowed)
-
-    def kept_bytes(self) -> int:
-        """Return the bytes of the last tier that outlive the step: `idle` and all data except outputs and data in files that is only read."""
-        outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
-        return self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
         """Return whether the handle's data lies in a file and the step only reads it."""
