@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -125,6 +124,9 @@ class StepPlan:
             self.predecessors.append(waits)
             for before in sorted(waits):
                 self.successors[before].append(position)
+        mortal = ((handle.spec.size, use) for handle, use in self.uses.items() if self.owned.get(handle) is False)
+        # (bytes, positions of the uses) of data that is created and dies within a replay, except scratch
+        self._temporaries = [(size, use.positions) for size, use in mortal if use.first_writer is not None]
 
     @staticmethod
     def _enter(use: _Use, position: int, mode: Mode, waits: set[int]) -> None:
@@ -235,16 +237,12 @@ class StepPlan:
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.spec.size for handle in self.uses if not self._is_scratch(handle)), default=0)
-        outliving = self.kept_bytes()
+        outlives = (handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle))
+        outliving = self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
         outputs = sum(handle.spec.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
         borrowed = max((handle.spec.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
         return outliving + min(replays, 2) * outputs + max(passing, borrowed)
-
-    def kept_bytes(self) -> int:
-        """Return the bytes of the last tier that outlive the step: `idle` and all data except outputs and data in files that is only read."""
-        outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
-        return self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
         """Return whether the handle's data lies in a file and the step only reads it."""
@@ -262,8 +260,8 @@ class StepPlan:
             if ranks is None:
                 first, last = positions[0], positions[-1]
             else:
-                places = [ranks[position] for position in positions]
-                first, last = min(places), max(places)
+                reordered = [ranks[position] for position in positions]
+                first, last = min(reordered), max(reordered)
             change[first] += size
             change[last + 1] -= size
         for handle, use in self.uses.items() if scratch or self.has_aside else ():
@@ -274,12 +272,6 @@ class StepPlan:
                         change[rank] += handle.spec.size
                         change[rank + 1] -= handle.spec.size
         return list(accumulate(change[:-1]))
-
-    @cached_property
-    def _temporaries(self) -> list[tuple[int, Sequence[int]]]:
-        """(bytes, positions of the uses) of data that is created and dies within a replay, except scratch."""
-        uses = self.uses.items()
-        return [(handle.spec.size, use.positions) for handle, use in uses if use.first_writer is not None and self.owned.get(handle) is False]
 
     def _is_scratch(self, handle: HandleRecord) -> bool:
         use = self.uses[handle]

@@ -15,7 +15,7 @@ from typing import Final
 
 from ..core.step_plan import StepPlan
 from .device_share import order_of_all
-from .evaluation import NEAR, PlanCandidate, PlannedOrder, best_of, evaluate
+from .evaluation import NEAR, PlanCandidate, PlannedOrder, best_of, evaluate, unchanged
 from .machine_pace import PlanningMachine
 from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import BLOCK, NONE, Recomputation, Values
@@ -67,14 +67,14 @@ def _searched(step: OrderedStep, order: str) -> list[PlanCandidate]:
     """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in more orders.
 
     Recomputations are compared in likely orders. None is searched if it could not make the step faster. If few steps can be judged, the best one is
-    evaluated in likely orders alone: forecasts of the others differ by less than their error.
+    evaluated in its own order and in likely ones: forecasts of the others differ by less than their error.
     """
     candidates = evaluate(step, order, only=() if step.plan.partitions else (SUBMISSION, *LIKELY))
     base = best_of(candidates)
     if not (base.moves_nothing or base.is_bound_by_tasks):
         candidates = Search(candidates, order).candidates()
     best = best_of(candidates)
-    in_all = evaluate(best.step, order, best.recomputation, only=() if _most_judged(best.step) >= ORDERS else LIKELY)
+    in_all = evaluate(best.step, order, best.recomputation, only=() if _most_judged(best.step) >= ORDERS else (best.order, *LIKELY))
     others = [candidate for candidate in candidates if candidate.recomputation is not best.recomputation]
     return [*in_all, *others] if best.recomputation is candidates[0].recomputation else [*others, *in_all]
 
@@ -109,7 +109,7 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
             tried.append((judge(planned), candidate, planned))
         return min(tried, key=lambda row: row[0])[1]
 
-    base = best_of([candidate for candidate in candidates if candidate.recomputation is candidates[0].recomputation])
+    base = best_of(unchanged(candidates))
     orders = _orders_to_judge(best, candidates) if order == AUTO else [best]
     if base.moves_nothing or (len(orders) < 2 and not _others_to_judge(best, candidates, best.order)):
         return _planned(best, candidates)
@@ -122,7 +122,7 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
 
 def _most_judged(step: OrderedStep) -> int:
     """Return the largest number of judged steps."""
-    most = JUDGED_TASKS // len(step.plan.tasks)
+    most = JUDGED_TASKS // max(1, len(step.plan.tasks))
     return most if most >= ORDERS else 2
 
 
@@ -157,7 +157,10 @@ def _steps_to_search(step: OrderedStep, order: str, recompute: str) -> Iterator[
 
 
 def _on_all_devices(candidate: PlanCandidate, step: OrderedStep) -> PlanCandidate | None:
-    """Return a candidate for all devices like the best one of a share; None if the whole step has no such groups of values."""
+    """Return a candidate for all devices like the best one of a share.
+
+    It recomputes the groups of values with the same names. None if the whole step lacks a group of such a name; then the whole step is searched.
+    """
     if not candidate.step.is_share:
         return candidate
     chosen, values = candidate.recomputation, Values(step.recorded)
