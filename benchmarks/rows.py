@@ -26,6 +26,7 @@ KINDS: Final[Mapping[Kind, tuple[str, ...]]] = {
         "blocking copies",
         "eager + lru",
         "everything fits",
+        "dense model of the active size",
         "none",
         "one client at a time",
         "of",
