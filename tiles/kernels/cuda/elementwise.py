@@ -248,7 +248,13 @@ def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, t
     device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
 
 
-@register("gram", "cuda")
+def _gram_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the flops of x @ x^T, x (M, N), or of x^T @ x: all of it, where the CPU's kernel computes half."""
+    (inner, outer) = views[0].shape[::-1] if constants["trans"] else views[0].shape
+    return float(2 * inner * inner * outer)
+
+
+@register("gram", "cuda", flops=_gram_flops)
 def gram(x: DeviceArray, out: DeviceArray, *, trans: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
     device().gemm(x, x, out, trans_a=trans, trans_b=not trans, alpha=alpha, accumulate=accumulate)
