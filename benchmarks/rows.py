@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 Kind = Literal["peer", "self", "limit", "count"]
 
 KINDS: Final[Mapping[Kind, tuple[str, ...]]] = {
-    "peer": ("torch", "dask.threaded", "distributed", "the same, malloc"),
+    "peer": ("torch", "dask.threaded", "distributed", "the same, malloc", "llama.cpp"),
     "self": (
         "unlimited",
         "all of it",
@@ -26,6 +26,7 @@ KINDS: Final[Mapping[Kind, tuple[str, ...]]] = {
         "blocking copies",
         "eager + lru",
         "everything fits",
+        "dense model of the active size",
         "none",
         "one client at a time",
         "of",

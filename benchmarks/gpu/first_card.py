@@ -74,7 +74,7 @@ STAGES: Final[dict[str, tuple[Command, ...]]] = {
     "kernels": (
         Command("fp32", 200, "every kernel against its reference, fp32"),
         Command("bf16", 200, "the same, bf16"),
-        Command("products", 60, "matrix products of ragged sizes, each way of transposing"),
+        Command("products", 60, "matrix products of ragged sizes, each way of transposing; with a bias, by cuBLASLt unless it refuses"),
         Command("against_torch", 60, "kernels against PyTorch's on the card"),
     ),
     "streams": (

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -133,7 +134,7 @@ def _kernels(here: Here, short: bool) -> Iterator[Check]:
 
 
 def products(here: Here) -> Iterator[Check]:
-    """cuBLAS behind our matmul."""
+    """cuBLAS behind our matmul, cuBLASLt behind products with a bias."""
     from support.cuda_cases import BF16
     from support.gpu_bench import KernelBench
     from support.kernel_cases import Maker
@@ -151,9 +152,22 @@ def products(here: Here) -> Iterator[Check]:
             most = max(most, benches[0].check("matmul", args, options, rtol=1e-4, atol=1e-4 * inner**0.5))
         return {"away": float(f"{most:.2e}")}
 
+    def biased(sizes: tuple[int, int, int], dtype: Any) -> dict[str, Any]:
+        if not benches:
+            benches.append(KernelBench(here.devices()[0]))
+        (rows, inner, columns), make, most = sizes, Maker(np.float32), 0.0
+        tolerance = 1e-4 * inner**0.5 if dtype == np.float32 else 1.6e-2
+        with warnings.catch_warnings(record=True, action="always") as warned:
+            for trans_b in (False, True):
+                x, w = make(rows, inner), make(*((columns, inner) if trans_b else (inner, columns)))
+                args = [array.astype(dtype) for array in (x, w, make(columns), make(rows, columns))]
+                most = max(most, benches[0].check("linear_bias", args, {"trans_b": trans_b}, rtol=tolerance, atol=tolerance))
+        return {"away": float(f"{most:.2e}"), "refused": [str(one.message) for one in warned]}
+
     for sizes in ((1, 1, 1), (33, 65, 127), (256, 512, 384), (1000, 77, 513)):
         for dtype in (np.dtype(np.float32), BF16):
             yield f"{sizes} {dtype}", lambda sizes=sizes, dtype=dtype: run(sizes, dtype)
+            yield f"{sizes} {dtype}, bias", lambda sizes=sizes, dtype=dtype: biased(sizes, dtype)
 
 
 def against_torch(here: Here) -> Iterator[Check]:

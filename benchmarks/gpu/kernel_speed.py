@@ -92,7 +92,6 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     yield "add", run("add", x, y, z), (x, y, z), 0
     yield "layer_norm", run("layer_norm", x, vector, row, y, mean, rstd, eps=1e-5), (x, y), 0
     yield "residual_layer_norm", run("residual_layer_norm", x, y, vector, row, z, u, mean, rstd, eps=1e-5), (x, y, z, u), 0
-    yield "residual_layer_norm, bias", run("residual_layer_norm", x, y, vector, row, z, u, mean, rstd, eps=1e-5, bias=vector), (x, y, z, u), 0
     arrays, flags = (x, vector, mean, rstd, y, z, u, sums, more_sums), {"accumulate": False, "residual": True}
     yield "layer_norm_backward", run("layer_norm_backward", *arrays, **flags), (x, y, z, u), 0
     chained = run("layer_norm_backward", *arrays, **flags, more=(dq, dk), sums=(column, False))

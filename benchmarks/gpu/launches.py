@@ -20,7 +20,6 @@ SIZES: Final = {"T": 0, "bf16": 2, "float": 4, "int": 4, "double": 8, "u64": 8}
 UPDATED: Final = {
     "adam": ("m", "v", "master"),
     "add_bias": ("y",),
-    "bias_activation": ("pre",),
     "sgd": ("buffer", "master"),
 }
 """Arrays that a kernel reads and writes, by kernel."""
@@ -50,7 +49,7 @@ class Launch(NamedTuple):
         flops: floating-point operations on tensor cores.
         written: bytes of the result of a product; 0 for other kernels.
         rows: rows of a block, for kernels of which a block has whole rows; 0 for others.
-        turns: iterations in which its threads access a row, 16 bytes a thread.
+        turns: iterations in which its threads access a row, or search all tokens.
     """
 
     kernel: str
@@ -105,10 +104,10 @@ def nbytes_of(kernel: str, declared: tuple[Parameter, ...], arguments: tuple[Any
     for one, given in zip(declared, arguments, strict=True):
         if one.is_pointer:
             total += (1 + (one.name in updated)) * (given.nbytes if isinstance(given, DeviceArray) else 0)
-        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; rows of a bias and totals are small
+        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; totals are small
             counts = given["counts"]
             for field in one.fields:
-                if field.name in ("bias", "sums", "total", "partial"):
+                if field.name in ("sums", "total", "partial"):
                     continue
                 elements = sum(int(count) for count, address in zip(counts, given[field.name], strict=True) if address)
                 total += (1 + (field.name in updated)) * elements * (field.size or itemsize)
@@ -123,7 +122,7 @@ class RecordingGpu(HollowGpu):
         self.launches: list[Launch] = []
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
-        """Note a product."""
+        """Note a product; the bytes of a bias are few."""
         (rows, columns), inner = out.shape, a.shape[0] if options["trans_a"] else a.shape[1]
         nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + options["accumulate"]) * out.nbytes
         self.launches.append(Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, out.nbytes))
@@ -140,6 +139,9 @@ def recording(gpu: RecordingGpu) -> Iterator[list[Launch]]:
     ) -> None:
         nbytes = nbytes_of(kernel, parameters(source.name)[kernel], arguments, element.itemsize)
         launch = Launch(kernel, source.name, prod(grid), threads, nbytes, _attention_flops(kernel, arguments))
+        if kernel == "embedding_backward":
+            tokens = arguments[0]
+            launch = launch._replace(rows=1, turns=-(-tokens.size // (shared // 4 - threads - 32)))
         if kernel in OF_ROWS:
             width = arguments[0].shape[-1]
             launch = launch._replace(rows=arguments[0].size / width / launch.blocks, turns=-(-width * element.itemsize // (16 * threads)))

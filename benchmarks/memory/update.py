@@ -1,18 +1,23 @@
-"""Who updates the weights: planned seconds of GPT-2 XL with updates on the device and by CPU workers, and measured ones of GPT-2 small.
+"""Updates of weights: by the device or by CPU workers, and with moments in fp32 or in 8 bits.
 
     python benchmarks/memory/update.py                  # GPT-2 XL on one device of 4 GiB, three links; a quarter of an hour
     python benchmarks/memory/update.py --suite runs     # GPT-2 small on two simulated devices with slow links; minutes
+    python benchmarks/memory/update.py --suite bytes    # planned bytes of GPT-2 medium with both kinds of moments; minutes
+    python benchmarks/memory/update.py --suite losses   # 200 steps of two models with both kinds of moments; half an hour
 
 Each writes benchmarks/results/update_SUITE.json. Plans are virtual time (``nntask plan --json``), on no hardware. Simulated devices of the second
 suite compute on this machine's cores, which the CPU workers share: its seconds say what traffic costs there, and its losses that they are the same.
+A quarter of the memory, in the third, is a quarter of what the step needs with moments in fp32: the same bytes for both, above a disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,6 +35,19 @@ RUN_FLAGS: Final = (
 STEPS: Final = 5
 SLOW: Final = ("0.25GB/s", "1GB/s")
 """Rates of simulated links."""
+MOMENTS: Final = {"8 bits": "--optimizer=adamw8bit", "fp32": "--optimizer=adamw"}
+QUARTERS: Final = {
+    "1 x 1,024 tokens": ("--batch=1",),
+    "4 x 1,024 tokens, one at a time": ("--batch=4", "--minibatch=1"),
+}
+"""What a step of GPT-2 medium trains on -> flags."""
+LOSS_STEPS: Final = 200
+LAST: Final = 10
+"""Number of steps at the end whose mean loss is compared."""
+TEN_MILLION: Final = {"model_type": "gpt2", "vocab_size": 2048, "n_positions": 128, "n_embd": 256, "n_layer": 12, "n_head": 4} | dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
+)
+"""Config of a GPT-2 with 10 million weights."""
 
 
 def xl(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,14 +92,58 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
     return {"comparisons": rows, "cases": cases}
 
 
+def fewest_bytes(flags: list[str]) -> float:
+    """Bytes that a planned step moves in the order that moves fewest; the order with the best time depends on this machine's load."""
+    return float(min(plan(flags)["forecast_bytes"].values()))
+
+
+def quarters(args: argparse.Namespace) -> dict[str, Any]:
+    """GPT-2 medium in a quarter of the memory that a step with moments in fp32 needs, above a disk, in virtual time."""
+    rows, cases = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for what, flags in QUARTERS.items():
+            shared = ["--model=gpt2-medium", *flags]
+            needed = {name: plan([*shared, flag])["needed_bytes"] for name, flag in MOMENTS.items()}
+            budget = [f"--ram={needed['fp32'] // 4}B", f"--disk={folder}"]
+            by_moments = {name: fewest_bytes([*shared, flag, *budget]) for name, flag in {**MOMENTS, "none": "--optimizer=sgd"}.items()}
+            cases[what] = {"needed_bytes": needed, "forecast_bytes": by_moments}
+            label = f"GPT-2 medium, {what}, moments in 8 bits"
+            rows.append(common.compare(label, "bytes a step", by_moments["8 bits"], "fp32", by_moments["fp32"], better="less", bar="ratio <= 0.5"))
+            label = f"GPT-2 medium, {what}, no moments (SGD)"
+            rows.append(common.compare(label, "bytes a step", by_moments["none"], "fp32", by_moments["fp32"], better="less"))
+            print(*rows[-2:], file=sys.stderr, flush=True)
+    return {"comparisons": rows, "cases": cases}
+
+
+def losses(args: argparse.Namespace) -> dict[str, Any]:
+    """`tiny` with its own batch, and a GPT-2 of 10 million weights with 256 tokens a step."""
+    rows, cases = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(TEN_MILLION))
+        models = {"GPT-2 of 10 million weights": [f"--config-path={config}", "--batch=4", "--seq-len=64"], "tiny": ["--model=tiny"]}
+        for model, flags in models.items():
+            shared = [*flags, f"--steps={LOSS_STEPS}", "--sample-tokens=0", "--save-every=0"]
+            by_moments = {name: train([*shared, flag], Path(folder) / f"{model} {name}")["losses"] for name, flag in MOMENTS.items()}
+            cases[model] = by_moments
+            ours, theirs = (fmean(by_moments[name][-LAST:]) for name in MOMENTS)
+            label = f"{model}, mean loss of steps {LOSS_STEPS - LAST + 1} to {LOSS_STEPS}, moments in 8 bits"
+            rows.append(common.compare(label, "nats", ours, "fp32", theirs, better="equal", bar="ratio in 0.99..1.01"))
+            print(rows[-1], file=sys.stderr, flush=True)
+    return {"comparisons": rows, "cases": cases}
+
+
+SUITES: Final = {"xl": xl, "runs": runs, "bytes": quarters, "losses": losses}
+
+
 def main() -> None:
     """Run a suite."""
     parser = common.parser(__doc__, None)
-    parser.add_argument("--suite", choices=("xl", "runs"), default="xl")
+    parser.add_argument("--suite", choices=tuple(SUITES), default="xl")
     parser.add_argument("--links", nargs="+", default=[*LINKS])
     parser.add_argument("--ram-rates", nargs="+", default=[*RAM_RATES])
     args = parser.parse_args()
-    found = {"xl": xl, "runs": runs}[args.suite](args)
+    found = SUITES[args.suite](args)
     name = f"update_{args.suite}" if args.output is None else args.output
     common.finish(name, common.machine(), ("numpy",), {"rounds": 1}, **found)
 

@@ -63,6 +63,7 @@ class AttentionShape:
         rotary: rotation of q and k by position; None for none.
         head_norm: norm of every head of q and k (Dehghani et al., 2023); None for none.
         has_joint_norm: whether that norm is one of all heads together (OLMoE, 2024).
+        clip: largest magnitude of the features of q, k and v, before rotation; None for no limit.
         cap: soft cap of the scores, cap * tanh(scores / cap); None for none.
         relative: biases by distance; None for none.
         std, kv_std, out_std: standard deviations of the initial projections to q, to k and v, and of the result.
@@ -83,6 +84,7 @@ class AttentionShape:
     rotary: Rotary | None = None
     head_norm: NormShape | None = None
     has_joint_norm: bool = False
+    clip: float | None = None
     cap: float | None = None
     relative: RelativePositions | None = None
 

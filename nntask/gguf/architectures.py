@@ -2,7 +2,7 @@
 
 Names are those of llama.cpp (``gguf.constants``, ``gguf.tensor_mapping``). Its LLaMA has the rows of queries and keys in the order in which rotary
 positions turn them. Its Gemma has norms that include the 1 which transformers' model adds. All matrices are (out, in), also those of GPT-2. The
-matrices of all experts of a block are one tensor (experts, out, in).
+matrices of all experts of a block are one tensor (experts, out, in); the first files of Mixtral have a tensor for each, which is read as well.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _ROUTER: Final = ".ffn_gate_inp.weight"
 _SHARED_GATE: Final = ".ffn_gate_inp_shexp.weight"
 _EXPERTS: Final = "_exps.weight"
 _NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
+_ALONE: Final = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,9})")
+"""Short name of the matrix of one expert in the first files of Mixtral."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class Architecture:
         """Return the name in transformers' files of a tensor of a GGUF file, or of one expert in it; the same name if it is unknown."""
         path, _, kind = name.rpartition(".")
         number, _, short = path.removeprefix(_BLOCK).partition(".")
+        if alone := _ALONE.fullmatch(short):
+            short, expert = f"{alone[1]}_exps", int(alone[2])
         if path.startswith(_BLOCK) and short in self.theirs:
             return f"{self.blocks}{number}.{self.theirs[short].replace('*', str(expert))}.{kind}"
         return f"{self.theirs[path]}.{kind}" if path in self.theirs else name
@@ -79,6 +83,12 @@ class Architecture:
         """Return the number of the expert that a name in transformers' files has; 0 if it has none."""
         match = _NUMBER.search(name)
         return 0 if match is None else int(match[1])
+
+    @staticmethod
+    def is_of_one_expert(name: str, layer: str) -> bool:
+        """Return whether the tensor with this name in GGUF files is the matrix of one expert, in `layer`: "ffn_gate", "ffn_up" or "ffn_down"."""
+        alone = _ALONE.fullmatch(name.removesuffix(".weight").removeprefix(_BLOCK).partition(".")[2])
+        return alone is not None and alone[1] == layer
 
     @staticmethod
     def has_experts(name: str) -> bool:

@@ -125,6 +125,10 @@ def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: s
         size = values.get("moe_intermediate_size", inner)
         claimed += [("expert_count", count, "blk.0.ffn_gate_inp.weight", 0, count), (_EXPERT_SIZE, size, "blk.0.ffn_up_exps.weight", 1, size)]
         claimed += [("expert_count", count, each, 0, count) for each in shapes if Architecture.has_experts(each)]
+        for layer, axis in (("ffn_gate", 0), ("ffn_up", 0), ("ffn_down", 1)):
+            alone = [each for each in shapes if Architecture.is_of_one_expert(each, layer)]
+            claimed += [("feed_forward_length", size, each, axis, size) for each in alone]
+            claimed += [("embedding_length", width, each, 1 - axis, width) for each in alone]
     for key, value, tensor, axis, expected in claimed:
         shape = shapes.get(tensor)
         if shape is not None and (axis >= len(shape) or shape[axis] != expected):

@@ -82,7 +82,9 @@ class GgufModel:
             if architecture.has_experts(name):
                 self.tensors |= {architecture.name_there(name, expert): located.expert(expert) for expert in range(each.shape[0])}
             elif name not in ALL_FACTORS and not (ties and name == HEAD):
-                self.tensors[architecture.name_there(name)] = located
+                if (there := architecture.name_there(name)) in self.tensors:
+                    raise DataError(f"{name} in {path} has the same weights as another tensor, {self.tensors[there].name}", "convert the model again")
+                self.tensors[there] = located
         self._metadata, self._ids = shards.metadata, ids
 
     @property

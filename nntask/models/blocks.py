@@ -131,7 +131,7 @@ class Attention(Module):
         shape, masks = self.shape, given.masks
         q = self._placed(self.q(x, masks), self.q_norm, given)  # (B, T, C) -> (B, T, H*D)
         k = self._placed(self.k(x, masks), self.k_norm, given)  # (B, T, C) -> (B, T, G*D)
-        v = self.v(x, masks)  # (B, T, C) -> (B, T, G*D)
+        v = self._clipped(self.v(x, masks))  # (B, T, C) -> (B, T, G*D)
         o = self._attended(  # (B, T, H*D)
             q, k, v, masks, past=past, causal=shape.is_causal, window=shape.window, documents=given.documents, bias=given.bias, cap=shape.cap
         )
@@ -162,11 +162,13 @@ class Attention(Module):
         return functional.attention(q, k, v, head_size=size, scale=scale, dropout=dropout, flash=self.flash, library=self.library, **how)
 
     def _placed(self, x: Tensor, norm: RMSNorm | None, given: ForwardPass) -> Tensor:
-        """Return queries or keys, normed head by head and rotated by their positions: (B, T, H*D) -> (B, T, H*D)."""
+        """Return queries or keys, normed head by head, clipped, and rotated by their positions: (B, T, H*D) -> (B, T, H*D)."""
         rotary = self.shape.rotary
-        if norm is not None:
-            x = norm(x)
+        x = self._clipped(x if norm is None else norm(x))
         return x if rotary is None else functional.rotary(x, *given.angles[rotary], self.shape.head_size, rotary.size)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self.shape.clip is None else functional.clamped(x, self.shape.clip)
 
 
 class FeedForward(Module):

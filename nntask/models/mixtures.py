@@ -140,9 +140,11 @@ class OlmoeConfig(MixtureConfig):
         attention_bias: whether the projections of attention have biases.
         num_experts: E, number of experts.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        clip_qkv: largest magnitude of queries, keys and values before rotation; None for no limit.
     """
 
     rms_norm_eps: float = positive(1e-5, 1e-5)
+    clip_qkv: float | None = positive(8.0, None)
     attention_bias: bool = switch(False)
     num_experts: int = count(64, 64)
     num_experts_per_tok: int = count(8, 8)
@@ -155,7 +157,6 @@ class OlmoeConfig(MixtureConfig):
     unwritten: ClassVar[tuple[str, ...]] = ("head_dim",)
     foreign: ClassVar[Rules] = {
         "num_local_experts": Alias("num_experts"),
-        **only((None,), "use a model whose queries, keys and values are not clipped", "clip_qkv"),
     }
 
     @classmethod
@@ -168,7 +169,7 @@ class OlmoeConfig(MixtureConfig):
 
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block."""
-        return replace(super().attention(layer), head_norm=self.norm, has_joint_norm=True)
+        return replace(super().attention(layer), head_norm=self.norm, has_joint_norm=True, clip=self.clip_qkv)
 
 
 @dataclass(frozen=True, kw_only=True)

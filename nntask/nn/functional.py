@@ -205,6 +205,11 @@ def capped(x: Tensor, cap: float) -> Tensor:
     return _mapped("capped", x, y, lambda dy: elementwise.capped_backward(y, dy, cap))
 
 
+def clamped(x: Tensor, most: float) -> Tensor:
+    """`x` between -most and most, without a gradient beyond them (OLMo, 2024, section 2.2)."""
+    return _mapped("clamped", x, elementwise.clamped(x.data, most), lambda dy: elementwise.clamped_backward(x.data, dy, most))
+
+
 def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None) -> Tensor:
     """Rotate every head of x (B, T, H*D) by the angles of its position (Su et al., RoFormer, 2021).
 

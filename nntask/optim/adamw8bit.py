@@ -1,8 +1,8 @@
 """AdamW whose moments have 8 bits (Dettmers et al., 2022): two bytes and two fp32 scales per 256 weights, where `AdamW` has eight bytes a weight.
 
-Blocks of 256 lie within a tile, row by row, so results depend on the tiling, as all sums do, and on nothing else. Parameters of fewer than `LEAST`
-elements, such as norms and biases, have fp32 moments, as with bitsandbytes and torchao; the number counts the whole parameter, not a tile or a node's
-share of it.
+Blocks of 256 lie within a tile, row by row, and codes are rounded by random bits of the step, the parameter's name, the tile and the element. So
+results depend on the tiling, as all sums do, and on nothing else. Parameters of fewer than `LEAST` elements, such as norms and biases, have fp32
+moments, as with bitsandbytes and torchao; the number counts the whole parameter, not a tile or a node's share of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from tiles import TileTensor
 from tiles.ops import optimizer as optimizer_ops
 
+from ..nn.initializers import stream_of
 from ..nn.module import Parameter
 from .optimizers import AdamW, Group
 
@@ -38,6 +39,6 @@ class AdamW8bit(AdamW):
 
     def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
         if "m_scales" in state:
-            optimizer_ops.adamw8bit(update, state["m"], state["m_scales"], state["v"], state["v_scales"])
+            optimizer_ops.adamw8bit(update, state["m"], state["m_scales"], state["v"], state["v_scales"], stream=stream_of(update.param.name))
         else:
             super()._emit(update, state, group)

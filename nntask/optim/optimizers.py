@@ -181,7 +181,7 @@ class Optimizer(ABC):
             options: options of each group.
         """
         rows = [
-            (each.lr, 1 - each.first**step, 1 - each.second**step, *each[2:], each.weight_decay, 0.0)
+            (each.lr, 1 - each.first**step, 1 - each.second**step, *each[2:], each.weight_decay, step)
             for step, each in zip(steps, options, strict=True)
         ]
         self.hyper.write(np.array(rows, np.float64))

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any, Final
 
@@ -123,12 +124,14 @@ def plan_step(
         order, needs = order_or_needs(found, run, target)
     if needs is None:
         needs = least_needs(plan, target, run.step.recompute, run.step.order, reading=found.reading)
-    simulation, refusal, lack = _simulate(order, run, target, needs)
+    simulation, worst, refusal, lack = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
     figures["submission_needed_bytes"] = plan.needed_bytes()
     if simulation is not None:
         figures.update(_costs(simulation, run, target))
+        if worst is not None:
+            figures["worst_case"] = {"moved_bytes_per_step": sum(worst.moved_bytes.values()), "seconds_per_step": worst.seconds}
     else:  # a step that does not run has no traffic and no times
         figures.update(forecast_bytes=None, forecast_seconds=None, seconds_without_recompute=None, values=[])
     figures["feasible"] = simulation is not None
@@ -139,18 +142,26 @@ def plan_step(
     return figures
 
 
-def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, scheduler.Shortage | None]:
-    """Return the costs of the step, with the memory of file readers, or why it cannot run, in words and in numbers."""
+def _simulate(
+    order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs
+) -> tuple[Simulation | None, Simulation | None, str, scheduler.Shortage | None]:
+    """Return the expected costs of the step, with the memory of file readers, and those if all conditional tasks run; or why it cannot run.
+
+    Peaks are the higher ones of both, which the budget must hold. Without conditional tasks there is no second result.
+    """
     if not needs.fit(target):
         lack = shortage(target, needs)
-        return None, lack.fact, lack
+        return None, None, lack.fact, lack
     target = target.without(needs.reading)
+    shares = [task.share for task in order.plan.tasks if task.condition is not None]
     try:
         replayed = replay(order.plan, target, run.machine.scheduling)
+        worst = replay(order.plan, target, run.machine.scheduling, worst=True) if min(shares, default=1.0) < 1.0 else replayed
     except scheduler.DoesNotFit as error:
-        return None, error.fact, error.shortage
-    classes = {node: dict(by_class) for node, by_class in replayed.peak_bytes_by_class.items()}
-    simulation = replace(replayed, peak_bytes=dict(replayed.peak_bytes), peak_bytes_by_class=classes)
+        return None, None, error.fact, error.shortage
+    higher = {node: worst if worst.peak_bytes[node] > replayed.peak_bytes[node] else replayed for node in replayed.peak_bytes}
+    classes = {node: dict(result.peak_bytes_by_class[node]) for node, result in higher.items()}
+    simulation = replace(replayed, peak_bytes={node: result.peak_bytes[node] for node, result in higher.items()}, peak_bytes_by_class=classes)
     nbytes, data_class = _largest_output(order.plan)
     for node_number, (node, budget) in enumerate(target.memories):
         if node_number and not simulation.peak_bytes[node]:  # no task was sent there
@@ -158,7 +169,7 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
         workers = sum(node == node_number or node_number == 0 for _, node, _ in target.workers)  # host memory also receives the outputs of devices
         _raise_peak(simulation, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - simulation.peak_bytes[node]))
     _raise_peak(simulation, target.nodes[0][0], "scratch", needs.reading)
-    return simulation, "", None
+    return simulation, worst if shares else None, "", None
 
 
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
@@ -202,6 +213,7 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
         "policy": target.policy,
         "evict": run.machine.scheduling.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
+        "worst_case": None,
         "tasks_by_name": dict(names.most_common()),
         "gpu_attention": "own",
         "update_on": "device",
@@ -299,15 +311,18 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
     """
     step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
 
+    @cache
+    def step_of(size: int) -> tuple[RunConfig, CapturedStep]:
+        changed = run.cut(batch=size, minibatch=size).with_model(tiling=run.model.tiling.resolve(run.model.config, size, run.model.seq_len))
+        return changed, capture(changed)
+
     def look(size: int, *, quick: bool = True) -> tuple[Needs, int, int]:
         """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks.
 
         Args:
             quick: argument of `least_needs`.
         """
-        model = run.model
-        changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
-        captured = capture(changed)
+        changed, captured = step_of(size)
         inputs = sum(handle.spec.size for handle in captured.plan.uses if handle.spec.kind == "input")
         nbytes = sum(_by_class(captured.plan).values()) + inputs
         needs = least_needs(captured.plan, target, changed.step.recompute, changed.step.order, quick=quick, reading=captured.reading)

@@ -29,17 +29,18 @@ left it.
 """
 
 
-def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
+def replay(plan: StepPlan, target: MachineModel, how: Scheduling, *, worst: bool = False) -> Simulation:
     """Replay a step, as it repeats in training.
 
     Args:
         plan: step in its planned order.
         how: eviction and prefetch policies.
+        worst: whether all conditional tasks run.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
     """
-    if plan in _KNOWN and _KNOWN[plan][:2] == (target, how):
+    if not worst and plan in _KNOWN and _KNOWN[plan][:2] == (target, how):
         return _KNOWN[plan][2]
     _LOG.info("running %d tasks in virtual time", len(plan.tasks))
     recorded = plan
@@ -61,8 +62,10 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
         replays=1 if once else 2,
         ahead=not once,
         aside=target.aside,
+        worst=worst,
     )
-    _KNOWN[recorded] = target, how, simulation
+    if not worst:
+        _KNOWN[recorded] = target, how, simulation
     return simulation
 
 

@@ -59,10 +59,11 @@ class Meter:
             "worker_stall_seconds": {who: round(each, 6) for who, each in stalled.items() if each},
             "recomputed_tasks": stats["recomputed_tasks"] - last["recomputed_tasks"],
             "recompute_seconds": round(stats["recompute_seconds"] - last["recompute_seconds"], 6),
+            "skipped_tasks": stats["skipped_tasks"] - last["skipped_tasks"],
         }
 
 
-_SUMMED: Final = ("tokens", "seconds", "wait_seconds", "evictions", "stall_seconds", "recomputed_tasks", "recompute_seconds")
+_SUMMED: Final = ("tokens", "seconds", "wait_seconds", "evictions", "stall_seconds", "recomputed_tasks", "recompute_seconds", "skipped_tasks")
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class Totals:
     busy_seconds: float = 0.0
     recomputed_tasks: int = 0
     recompute_seconds: float = 0.0
+    skipped_tasks: int = 0
     validation_first: float | None = None
     validation_last: float | None = None
     validation_least: float | None = None

@@ -29,6 +29,7 @@ class StepRecord:
         worker_stall_seconds: part of stall_seconds of each worker that has any.
         recomputed_tasks: number of tasks that recomputed values during the step.
         recompute_seconds: seconds in the kernels of these tasks, of all workers together.
+        skipped_tasks: number of conditional tasks that were skipped, such as those of experts that no token chose.
     """
 
     step: int
@@ -50,3 +51,4 @@ class StepRecord:
     worker_stall_seconds: dict[str, float] = field(default_factory=dict)
     recomputed_tasks: int = 0
     recompute_seconds: float = 0.0
+    skipped_tasks: int = 0

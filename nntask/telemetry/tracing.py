@@ -5,7 +5,7 @@
     seconds_per_step  seconds of a traced step, from the first task of the first to the last task of the last
     steps             numbers of the steps that are whole
     codelets          name -> tasks, flops, and bytes read and written in one step, if the codelet has them
-    bounds_seconds    lower bounds from `scheduler.planning.bounds`, with the median durations of each task in the trace
+    bounds_seconds    lower bounds from `scheduler.planning.bounds`, with the median duration of each task in the trace, the mean of a conditional one
 
 The last four need at least one whole step in the trace.
 """
@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Final
 
 from scheduler import Runtime, SchedulerError, Step
-from scheduler.machine import Ran, StepPlan
+from scheduler.machine import Ran, RecordedTask, StepPlan
 
 from ..config.run_config import LanguageRun
 from ..errors import StorageError
@@ -128,12 +128,21 @@ def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: St
         "steps": whole,
         "seconds_per_step": span / 1e9 / len(whole),
         "codelets": codelets_of(plan),
-        "bounds_seconds": runtime.lower_bounds(plan, [median(each) for each in durations]),
+        "bounds_seconds": runtime.lower_bounds(plan, [_typical(*each) for each in zip(plan.tasks, durations, strict=True)]),
     }
 
 
+def _typical(task: RecordedTask, durations: Sequence[float]) -> float:
+    """Return the median duration of a task, or the mean of a conditional one, which is skipped in some steps and takes no time there."""
+    is_conditional = task.condition is not None and task.condition.guard >= 0
+    return mean(durations) if is_conditional else median(durations)
+
+
 def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
-    """Return the totals of each codelet in a step: number of tasks, floating-point operations, and bytes read and written, by its cost function."""
+    """Return the totals of each codelet in a step: number of tasks, floating-point operations, and bytes read and written, by its cost function.
+
+    Operations and bytes of conditional tasks count with their share.
+    """
     totals: dict[str, dict[str, float]] = {}
     for task in plan.tasks:
         row = totals.setdefault(task.name, {"tasks": 0, "flops": 0.0, "bytes": 0.0})
@@ -141,6 +150,6 @@ def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
         cost = getattr(task.codelet, "cost", None)
         if cost is not None:
             flops, nbytes = cost([handle.spec.view for handle, _ in task.accesses], task.constants)
-            row["flops"] += flops
-            row["bytes"] += nbytes
+            row["flops"] += flops * task.share
+            row["bytes"] += nbytes * task.share
     return totals

@@ -157,7 +157,9 @@ def generation_tiling(config: ModelConfig, *, is_quantised: bool = False) -> Mod
     """Return tiles for generating text, where each step reads every weight once for a few tokens.
 
     All texts of a batch are in one tile. Every dimension except the residual stream has at least two tiles, so that two workers share the reading.
-    Keys and values have tiles of `_CACHE_TILE` positions.
+    Experts, which workers share instead, are the exception: their width has as few tiles as the limit allows, one up to 4,096 features, because a
+    part of a matrix would be read from its file in short pieces. Other feed-forward layers of such a model have tiles of that width, so they are
+    whole if they are no wider than an expert. Keys and values have tiles of `_CACHE_TILE` positions.
 
     Args:
         is_quantised: whether matrices are quantised; two workers then gain nothing from sharing the attention of a narrow model.
@@ -169,10 +171,11 @@ def generation_tiling(config: ModelConfig, *, is_quantised: bool = False) -> Mod
 
     of_attention = 2 * config.n_embd * (config.n_head + config.n_kv_head) * config.head_size
     heads = halved(config.n_head, max(1, _GENERATION.features // config.head_size))
+    has_experts = config.description.stack.num_idle(config.n_embd) > 0
     return ModelTiling(
         seq_tile=_CACHE_TILE,
         embd_tile=even(config.n_embd, _GENERATION.features),
-        inner_tile=halved(config.inner_size, _GENERATION.features),
+        inner_tile=(even if has_experts else halved)(config.inner_size, _GENERATION.features),
         head_tile=whole_groups(config, config.n_head if is_quantised and of_attention <= _FEW_WEIGHTS else heads),
         vocab_tile=halved(config.vocab_size, _GENERATION.vocab),
     )

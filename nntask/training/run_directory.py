@@ -191,6 +191,7 @@ def summary_of(
         "hit_rate": whole.hit_rate,
         "recomputed_tasks": whole.recomputed_tasks,
         "recompute_seconds": whole.recompute_seconds,
+        "skipped_tasks": whole.skipped_tasks,
         **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
         "tasks_per_step": tasks_per_step,

@@ -21,7 +21,6 @@ from ..core.memory.extents import rounded
 from ..core.records import FILE, Mode, Replica, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
-from .placement import kinds_of, kinds_on
 from .recording import RecordingError, RecordingRuntime
 from .task_runtime import Access, Eligible, Handle, Terms
 
@@ -90,10 +89,7 @@ class CapturingRuntime(RecordingRuntime):
         self._plan = recorder.finish()
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Eligible:
-        pin = None if combines or not self._pins else self._pin()
-        if pin is not None:
-            return kinds_on(codelet, self._worker_names[pin]), pin
-        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None
+        return self._eligible(codelet, combines=combines)
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

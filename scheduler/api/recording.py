@@ -21,8 +21,8 @@ from ..core.records import HandleId, HandleRecord, HandleSpec, Mode, R, W, Worke
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from .labels import current_label
-from .placement import kinds_beside
-from .task_runtime import Handle, TaskRuntime, Terms
+from .placement import kinds_beside, kinds_of, kinds_on
+from .task_runtime import Eligible, Handle, TaskRuntime, Terms
 
 FIRST: Final = 1 << 40
 """Priority of the copies of inputs, above all others, so that they run as soon as any worker is free."""
@@ -58,6 +58,7 @@ class RecordingRuntime(TaskRuntime):
     """
 
     devices_beside: WorkerKind | None = None
+    _is_mixed = False
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -101,6 +102,17 @@ class RecordingRuntime(TaskRuntime):
         me = threading.current_thread()
         return next((entered.worker for entered in reversed(tuple(self._pins)) if entered.thread is me), None)
 
+    def _eligible(self, codelet: Codelet, *, combines: bool) -> Eligible:
+        """Return the workers that may run a codelet by its implementations, whether or not there are such workers, as `TaskRuntime._examine` does.
+
+        Raises:
+            PlacementError: it is placed on a worker of a kind that it has no implementation for.
+        """
+        pin = None if combines or not self._pins else self._pin()
+        if pin is not None:
+            return kinds_on(codelet, self.worker_names[pin]), pin
+        return kinds_of(codelet, self.devices_beside, has_gpus=self.has_gpus, is_mixed=self._is_mixed), None
+
     def _record(self, spec: HandleSpec) -> HandleRecord:
         return HandleRecord(HandleId(next(self._handle_ids)), spec)
 
@@ -127,10 +139,14 @@ class RecordingRuntime(TaskRuntime):
 
 
 class Recorder:
-    """The tasks and handles of a step that is being recorded."""
+    """The tasks and handles of a step that is being recorded.
+
+    Attributes:
+        examines_later: whether tasks are compared with workers and memories after the recording instead of at their submission.
+    """
 
     def __init__(self, runtime: RecordingRuntime) -> None:
-        self.runtime = runtime
+        self.runtime, self.examines_later = runtime, False
         self.tasks: list[RecordedTask] = []
         self.created: dict[HandleRecord, weakref.ref[Handle]] = {}
         self.kept: dict[HandleRecord, Handle] = {}

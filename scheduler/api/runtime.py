@@ -18,7 +18,6 @@ from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION
 from ..core.policies import Placement, policy_of
 from ..core.records import NEW, HandleRecord, Mode, Task, TaskSpec, WorkerId, WorkerKind
-from ..core.shortage import Shortage
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
@@ -33,7 +32,7 @@ from ..planning.bounds import lower_bounds
 from ..planning.evaluation import PlannedOrder
 from ..planning.machine_pace import planning_machine
 from ..planning.recompute import NONE
-from ..storage.limits import memory_budgets
+from ..storage.limits import memory_budgets, without_staging
 from ..storage.tier import DiskTier
 from .binding import Binding, bind, check_tasks
 from .placement import Ability, check_policies, check_workers, find_ability, too_large
@@ -106,7 +105,7 @@ class Runtime(RecordingRuntime):
         check_policies(sched, evict, mixed=mixed)
         _check_budgets({"ram": ram, "gpu_memory": gpu_memory, "disk": size}, has_gpus=bool(gpus))
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
-        ram = _without_staging(ram, staging_nbytes(len(gpus), has_tier=directory is not None))
+        ram = without_staging(ram, staging_nbytes(len(gpus), has_tier=directory is not None))
         self.gpus, self.has_gpus = list(gpus), bool(gpus)
         self._is_mixed, self._graphs = mixed, graphs and self.has_gpus and not mixed
         if aside:
@@ -201,6 +200,8 @@ class Runtime(RecordingRuntime):
             raise RecordingError(f"{record!r} cannot be acquired while a step is being recorded", "read values through the ticket of a replay")
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Eligible:
+        if self._recorder is not None and self._recorder.examines_later:
+            return self._eligible(codelet, combines=combines)
         executor = self._executor
         machine = executor.machine
         pin = None
@@ -251,7 +252,13 @@ class Runtime(RecordingRuntime):
 
     @contextmanager
     def record(
-        self, order: str = "auto", recompute: str = NONE, *, groups: bool = False, kinds: Sequence[WorkerKind] | None = None
+        self,
+        order: str = "auto",
+        recompute: str = NONE,
+        *,
+        groups: bool = False,
+        kinds: Sequence[WorkerKind] | None = None,
+        check: Callable[[StepPlan], object] | None = None,
     ) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
@@ -264,15 +271,23 @@ class Runtime(RecordingRuntime):
             groups: whether CPU workers run groups of small tasks as one (`fusion.task_groups`), if there are no other workers and there is memory
                 for the step twice. Results do not change.
             kinds: kind of worker that runs each task, as `Step.kinds` has returned it; None for any kind that has a kernel.
+            check: function of the captured step that may refuse it by raising, before it is planned. A task that no worker or memory can hold is then
+                refused after `check` instead of at its submission.
 
         Raises:
             RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name, no
                 results to recompute by such an operation, or other tasks than `kinds`.
+            DoesNotFit, PlacementError, ValueError: a task fits no memory or no worker. Errors of `check` pass through.
         """
         step = self._new_step()
         with self._captured() as recorder:
+            recorder.examines_later = check is not None
             yield step
-        planned = assign_step(self._executor, plan_step(self._executor, recorder.finish(), order, recompute), kinds, is_mixed=self._is_mixed)
+        plan = recorder.finish()
+        if check is not None:
+            check(plan)
+            check_tasks(plan.tasks, self._executor.machine, is_mixed=self._is_mixed)
+        planned = assign_step(self._executor, plan_step(self._executor, plan, order, recompute), kinds, is_mixed=self._is_mixed)
         graphs = self._graphs and kinds is None
         step.complete(fuse_step(self._executor, planned, self._record, graphs=graphs, groups=groups), recorder.kept)
 
@@ -329,6 +344,11 @@ class Runtime(RecordingRuntime):
         """`DoesNotFit` of the first task that no memory could hold, the reason of later losses and cancellations; None without one."""
         return self._executor.failures.refusal
 
+    @property
+    def reading_nbytes(self) -> int:
+        """Bytes of host memory that readers of the attached sources have."""
+        return self._executor.machine.memory.readers_bytes
+
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """Return counters since the start: bytes per node and link, tasks and recomputing ones among them, evictions, seconds in kernels and stalled
         seconds (`core.stalls`).
@@ -378,15 +398,3 @@ def _check_budgets(budgets: Mapping[str, int | None], *, has_gpus: bool) -> None
             raise ValueError(f"{name} must be a positive number of bytes, got {budget!r}; give a whole number such as 1 << 30")
     if has_gpus and budgets["gpu_memory"] is None:
         raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
-
-
-def _without_staging(ram: int, staging: int) -> int:
-    """Return the budget of host memory without its buffers between the disk and GPUs.
-
-    Raises:
-        DoesNotFit: nothing remains.
-    """
-    if ram > staging:
-        return ram - staging
-    fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {ram:,} B"
-    raise DoesNotFit(Shortage("full", "ram", staging, ram), fact, "raise it")

@@ -198,7 +198,8 @@ class TaskRuntime(abc.ABC):
             accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
             constants: keyword arguments of the kernel.
             priority: tasks of larger priority run earlier among ready tasks, under policies that use priorities.
-            condition: the flag on which the task depends, or the flags that it writes for later tasks; None for neither.
+            condition: the flag on which the task depends, or the flags that it writes for later tasks; None for neither. A task that begins a sum,
+                with mode REDUX, runs whatever its flag is; its kernel then writes zeros for a flag of 0.
 
         Raises:
             ValueError: a handle appears twice, no worker can run the codelet, or the condition does not match the accesses.
@@ -219,6 +220,8 @@ class TaskRuntime(abc.ABC):
             if mode == REDUX:
                 handle, mode, accumulate = self._contribute(handle)
                 access, constants = (handle, mode), {**(constants or {}), "accumulate": accumulate}
+                if condition is not None and not accumulate:
+                    condition = None if condition.flags < 0 else condition._replace(guard=-1, share=1.0)
             elif mode != R and mode != SCRATCH:
                 self._overwrite(handle)
             plain.append(access)
@@ -380,8 +383,6 @@ def _check_condition(codelet: Codelet, accesses: Sequence[Access], condition: Co
     num_flags = accesses[condition.guard][0].nbytes
     if not 0 <= condition.number < num_flags:
         raise ValueError(f"{codelet!r} depends on a flag of {num_flags}, numbered from 0, got number {condition.number}; correct the condition")
-    if REDUX in modes:
-        raise ValueError(f"{codelet!r} depends on a flag, so it may add to a sum but not begin one, got mode REDUX; fill the data first, and use RW")
     if codelet.host is not None:
         raise ValueError(f"{codelet!r} depends on a flag, so it must run on a worker, got a host operation; submit it without a condition")
 

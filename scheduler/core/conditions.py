@@ -21,17 +21,21 @@ class Conditions:
     Attributes:
         skipped: tasks to end, each with the worker that ran its last predecessor; a queue, because each may be the last predecessor of the next one.
         num_skipped: number of tasks skipped so far.
+        has_log: whether `log` grows.
+        log: skipped tasks that have ended, each with the worker that ran its last predecessor; the driver empties it.
         num_hits, num_misses: number of persistent inputs of tasks of replays whose flags were set, that were in the memory where tasks run when the
             flags were written, and number of all others. Not counted on a machine with one node and no files.
     """
 
-    __slots__ = ("_losses", "_replicas", "num_hits", "num_misses", "num_skipped", "skipped")
+    __slots__ = ("_losses", "_replicas", "has_log", "log", "num_hits", "num_misses", "num_skipped", "skipped")
 
     def __init__(self, losses: Losses, replicas: Replicas) -> None:
         self._losses = losses
         self._replicas = replicas
         self.skipped: deque[tuple[Task, Worker | None]] = deque()
         self.num_skipped = 0
+        self.has_log = False
+        self.log: list[tuple[Task, Worker | None]] = []
         self.num_hits = 0
         self.num_misses = 0
 
@@ -68,12 +72,14 @@ class Conditions:
             self.skipped.append((task, worker))
         return not is_set
 
-    def end(self, task: Task, actions: list[Action]) -> None:
-        """End a skipped task; data that it was to overwrite is lost."""
+    def end(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
+        """End a skipped task, whose last predecessor `worker` ran; data that it was to overwrite is lost."""
         task.state = FLAG_IS_ZERO[task.state]
         if task.step is not None:
             task.step.done[task.position] = SKIPPED
         self.num_skipped += 1
+        if self.has_log:
+            self.log.append((task, worker))
         for handle, mode in task.accesses:
             handle.num_uses -= 1
             self._replicas.enter_anew(handle)

@@ -356,7 +356,7 @@ class Machine:
         while True:
             while self._skipped:
                 task, worker = self._skipped.popleft()
-                self.conditions.end(task, actions)
+                self.conditions.end(task, worker, actions)
                 self._release_successors(task, worker, actions)
             while dispatch.to_cancel:
                 self._cancel(*dispatch.to_cancel.pop(0), actions)

@@ -200,6 +200,7 @@ class TaskSpec:
             tasks of the step, at least in part.
         clone_share: fraction of the task's time that recomputation takes, as far as it is known.
         aside: whether a recorded task runs in host memory, on workers that stand aside.
+        counts_skips: whether the kernel for CPUs returns a number of skipped tasks: of those fused into the task, the ones whose flag is 0.
     """
 
     codelet: object
@@ -214,6 +215,12 @@ class TaskSpec:
     num_clones: int = 0
     clone_share: float = 0.0
     aside: bool = False
+    counts_skips: bool = False
+
+    @property
+    def share(self) -> float:
+        """Expected fraction of executions in which the task is not skipped."""
+        return 1.0 if self.condition is None else self.condition.share
 
 
 @dataclass(slots=True, eq=False)

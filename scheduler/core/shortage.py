@@ -12,14 +12,13 @@ from typing import Literal, NamedTuple
 
 from .records import SCRATCH, HandleRecord, Mode
 
-Cause = Literal["task", "taken", "full", "readers", "start", "step", "idle", "reserve", "outside"]
+Cause = Literal["task", "taken", "full", "readers", "step", "idle", "reserve", "outside"]
 """Kind of a shortage.
 
 - task: the working set of a task exceeds the largest memory that may run it.
 - taken: a task would fit an empty node, but bytes are taken by data that has nowhere else to go.
 - full: the last tier has too few free bytes for new data.
 - readers: host memory has too few free bytes for reading a file.
-- start: data of a simulated step does not fit host memory before the step.
 - step: a step as a whole needs more bytes of a node than its budget.
 - idle: the smallest task with flops exceeds a device, which could only copy.
 - reserve: more bytes were requested for a budget than are available; `budget` is the number of bytes available.
@@ -95,8 +94,6 @@ class Shortage:
             case "readers":
                 name = self.sizes[0].name
                 return f"reading {name} from its source takes {self.needed:,} B of {self.node} for its readers, but {self._taken()}"
-            case "start":
-                return f"{self.sizes[0].name} must fit {self.node} at the start of the step, but {self._taken()}"
             case "step":
                 return f"the step needs {self.needed:,} B of {self.node} at least, more than its budget of {self.budget:,} B"
             case "idle":
@@ -125,7 +122,7 @@ class Shortage:
                 return "lower it, and name a disk for the rest"
             case "outside":
                 return "lower the budget of the device, or end other programs that use the card"
-            case "full" | "start" | "step" | "idle":
+            case "full" | "step" | "idle":
                 return "raise the budget"
 
     def _of_task(self) -> str:

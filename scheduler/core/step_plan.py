@@ -124,6 +124,9 @@ class StepPlan:
             self.predecessors.append(waits)
             for before in sorted(waits):
                 self.successors[before].append(position)
+        mortal = ((handle.spec.size, use) for handle, use in self.uses.items() if self.owned.get(handle) is False)
+        # (bytes, positions of the uses) of data that is created and dies within a replay, except scratch
+        self._temporaries = [(size, use.positions) for size, use in mortal if use.first_writer is not None]
 
     @staticmethod
     def _enter(use: _Use, position: int, mode: Mode, waits: set[int]) -> None:
@@ -234,16 +237,12 @@ class StepPlan:
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.spec.size for handle in self.uses if not self._is_scratch(handle)), default=0)
-        outliving = self.kept_bytes()
+        outlives = (handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle))
+        outliving = self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
         outputs = sum(handle.spec.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
         borrowed = max((handle.spec.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
         return outliving + min(replays, 2) * outputs + max(passing, borrowed)
-
-    def kept_bytes(self) -> int:
-        """Return the bytes of the last tier that outlive the step: `idle` and all data except outputs and data in files that is only read."""
-        outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
-        return self.idle + sum(handle.spec.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
         """Return whether the handle's data lies in a file and the step only reads it."""
@@ -257,19 +256,21 @@ class StepPlan:
             ranks: position of each task in another order, if they run in that one.
         """
         change = [0] * (len(self.tasks) + 1)
-        for handle, use in self.uses.items():
+        for size, positions in self._temporaries:
+            if ranks is None:
+                first, last = positions[0], positions[-1]
+            else:
+                reordered = [ranks[position] for position in positions]
+                first, last = min(reordered), max(reordered)
+            change[first] += size
+            change[last + 1] -= size
+        for handle, use in self.uses.items() if scratch or self.has_aside else ():
             if use.first_writer is None and (not use.readers or FILE in handle.replicas):  # scratch, or data that stays in its file
-                for position in use.positions if scratch or self.has_aside else ():
+                for position in use.positions:
                     if scratch or self.aside[position]:
                         rank = position if ranks is None else ranks[position]
                         change[rank] += handle.spec.size
                         change[rank + 1] -= handle.spec.size
-            elif self.owned.get(handle) is False:
-                first, last = use.positions[0], use.positions[-1]
-                if ranks is not None:
-                    first, last = min(map(ranks.__getitem__, use.positions)), max(map(ranks.__getitem__, use.positions))
-                change[first] += handle.spec.size
-                change[last + 1] -= handle.spec.size
         return list(accumulate(change[:-1]))
 
     def _is_scratch(self, handle: HandleRecord) -> bool:
@@ -305,9 +306,8 @@ class StepPlan:
     def _makes(self) -> list[int]:
         """Return `ReplayPlan.makes` of the step's replays."""
         makes = [0] * len(self.tasks)
-        for handle, use in self.uses.items():
-            if self.owned.get(handle) is False and not self._is_scratch(handle):
-                makes[use.positions[0]] += handle.spec.size
+        for size, positions in self._temporaries:
+            makes[positions[0]] += size
         return makes
 
     def instantiate(

@@ -82,6 +82,7 @@ class WorkerThread(threading.Thread):
         num_tasks: number of tasks run so far.
         clone_ns: nanoseconds of `busy_ns` spent on recomputation; fused tasks count with their share.
         num_clones: number of recomputing tasks among those run.
+        num_skipped: number of conditional tasks of fused tasks that were skipped.
     """
 
     def __init__(self, executor: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
@@ -96,6 +97,7 @@ class WorkerThread(threading.Thread):
         self.num_tasks = 0
         self.clone_ns = 0.0
         self.num_clones = 0
+        self.num_skipped = 0
 
     def run(self) -> None:
         """Run tasks until `stop`."""
@@ -132,7 +134,9 @@ class WorkerThread(threading.Thread):
         try:
             constants: Mapping[str, Any] = task.spec.constants
             views = self.views_of(task)
-            task.spec.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+            result = task.spec.codelet.cpu(*views, **constants)  # type: ignore[attr-defined]
+            if task.spec.counts_skips:
+                self.num_skipped += result
             if task.spec.condition is not None and task.spec.condition.flags >= 0:
                 flags = bytes(views[task.spec.condition.flags])
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it

@@ -28,7 +28,7 @@ def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool, conditio
         "stall_seconds": stalls.nanoseconds / 1e9,
         "worker_stall_seconds": {worker_name(thread.worker): stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()},
         "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
-        "skipped_tasks": conditions.num_skipped,
+        "skipped_tasks": conditions.num_skipped + sum(thread.num_skipped for thread in threads.values()),
         "conditional_hits": conditions.num_hits,
         "conditional_misses": conditions.num_misses,
         "recomputed_tasks": sum(thread.num_clones for thread in threads.values()),

@@ -108,6 +108,7 @@ class Executor(TaskReports):
         self._store.load(self.models)
         self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
         self.models.memory = self.machine.memory
+        self.machine.conditions.has_log = trace is not None
         self._stalls = self.machine.stalls
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.failures = Failures()
@@ -248,6 +249,8 @@ class Executor(TaskReports):
                 mine = action.task
             else:
                 self.run_task(action)
+        if self.trace is not None:
+            self.observe_skips()
         stalls = self._stalls
         if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would add a call per event
             stalls.update(perf_counter_ns())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from time import perf_counter_ns
 
 from ..core.machine import Machine
 from ..core.performance_model import Models
@@ -53,6 +54,18 @@ class TaskReports:
             trace.add_task(worker.id, task.spec.name, task.id, start_ns, end_ns, worker.node, task.accesses)
             if end_ns >= trace.counters_at_ns:
                 trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
+
+    def observe_skips(self) -> None:
+        """Record the tasks in the trace that the latest event has skipped; called under the lock.
+
+        A skip after an acquisition of the program, which has no track, is on the track of the first worker.
+        """
+        skips, trace = self.machine.conditions.log, self.trace
+        if skips and trace is not None and trace.active:
+            now = perf_counter_ns()
+            for task, worker in skips:
+                trace.add_skip(0 if worker is None else max(0, worker.id), task.spec.name, task.id, now)
+        skips.clear()
 
     def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
         """Record the durations of tasks that have ended on a GPU."""

@@ -1,6 +1,7 @@
 """A trace of tasks and copies over time, in Chrome's JSON format, which Perfetto opens.
 
-It has one track per worker and one per link. Arrows lead from copies to the tasks they serve, and from tasks to the write-backs of their results.
+It has one track per worker and one per link. A skipped task is an instant on the track of the worker that ran its last predecessor. Arrows lead from
+copies to the tasks they serve, and from tasks to the write-backs of their results.
 Counters show the bytes of each node and the ready tasks. ``otherData`` has the format version and facts about the program; a task of a recorded step
 may name its step. A name that ends in ``.gz`` is compressed.
 
@@ -25,6 +26,9 @@ TRACE_FORMAT: Final = 1
 
 COUNTER_NS: Final = 50_000
 """Shortest time between two samples of the counters, nanoseconds."""
+
+SKIPPED: Final = -1
+"""Node of a skipped task, which runs nowhere."""
 
 _LAST: Final = 1 << 60
 """A number larger than that of any worker."""
@@ -55,8 +59,12 @@ class Trace:
         """Add a kernel that ran on a worker, over data on the worker's node."""
         self._tasks.extend((worker, name, task, start_ns, end_ns, node, accesses))
 
+    def add_skip(self, worker: int, name: str, task: int, at_ns: int) -> None:
+        """Add a conditional task that was skipped when a worker had ended its last predecessor."""
+        self._tasks.extend((worker, name, task, at_ns, at_ns, SKIPPED, ()))
+
     def tasks(self) -> Iterator[Ran]:
-        """Return every kernel that ran, in the order of the arguments of `add_task`."""
+        """Return every kernel that ran and every skipped task, in the order of the arguments of `add_task`."""
         fields = iter(self._tasks)
         return zip(*[fields] * _WIDTH, strict=True)
 
@@ -102,9 +110,12 @@ class Trace:
         for number, (source, target) in enumerate(links):
             name = f"{FILE_NAME if source == FILE else nodes[source]}->{nodes[target]}"
             yield {"ph": "M", "pid": 2, "tid": number, "name": "thread_name", "args": {"name": name}}
-        for (worker, name, task, start, end, *_), step in zip(self.tasks(), steps or repeat(None), strict=False):
+        for (worker, name, task, start, end, node_id, _), step in zip(self.tasks(), steps or repeat(None), strict=False):
             about = {"task": task} if step is None else {"task": task, "step": step}
-            yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": about}
+            if node_id == SKIPPED:
+                yield {"ph": "i", "s": "t", "pid": 1, "tid": worker, "name": f"{name} skipped", "ts": start / 1e3, "args": about}
+            else:
+                yield {"ph": "X", "pid": 1, "tid": worker, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": about}
         for source, target, name, nbytes, start, end, _ in self._copies:
             track = links.index((source, target))
             yield {

@@ -19,7 +19,7 @@ from operator import mul
 from typing import Any, Final, NamedTuple
 
 from ..core.codelet import Codelet, Cost, Many
-from ..core.records import RW, SCRATCH, Condition, DataClass, HandleRecord, Mode, R
+from ..core.records import RW, SCRATCH, Condition, DataClass, HandleRecord, Mode, R, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import captured
 from ..drivers.gpu import NUM_STARTED
@@ -131,17 +131,27 @@ class FusedKernels:
     Args:
         groups: members in order of execution. Their argument positions count the arguments of the fused task first, then its sections.
         sections: data inside arguments of the fused task.
+
+    Attributes:
+        has_conditions: whether a member depends on a flag.
     """
 
     def __init__(self, groups: Sequence[Launch], sections: Sequence[HeldData]) -> None:
         self._groups = groups
         self._sections = sections
+        self.has_conditions = any(member.flag is not None for group in groups for member in group.members)
         self._members = [member for group in groups for member in group.members]
         self._runs = [(guard, list(members)) for guard, members in groupby(self._members, lambda member: member.flag and member.flag[0])]
         self._section_views: dict[int, tuple[Any, ...]] = {}  # by offset of the scratch in host memory
         self._graphs: dict[tuple[int, ...], Any] = {}  # by addresses, which are of one GPU: two threads never share an entry
         self._lock = threading.Lock()  # guards `_graphs`; never held during a call of a GPU
         self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // len(self._members)))
+
+    def codelet(self, name: str, kinds: tuple[WorkerKind, ...]) -> Codelet:
+        """Return the codelet of the fused task."""
+        if kinds == ("cuda",):
+            return Codelet(name, cuda=self, cost=self.cost)
+        return Codelet(name, cpu=self.on_cpu, cost=self.cost)  # type: ignore[arg-type]  # workers read the result (`TaskSpec.counts_skips`)
 
     def __call__(self, *views: Any) -> None:
         """Launch the kernels: one by one in the first run on these addresses, as a graph in all later ones."""
@@ -171,16 +181,21 @@ class FusedKernels:
             if key in self._graphs:
                 self._graphs[key] = start
 
-    def on_cpu(self, *views: Any) -> None:
-        """Run the kernels one by one on a CPU, except those of members whose flag is 0; all sections are in the last argument."""
+    def on_cpu(self, *views: Any) -> int:
+        """Run the kernels one by one on a CPU, except those of members whose flag is 0; return the number of these. All sections are in the last
+        argument."""
+        num_skipped = 0
         if self._sections:
             views = (*views, *self._views_in(views[-1]))
         for guard, members in self._runs:
             if guard is not None:  # conditional members only read their flags, so one look suffices for all in a row
                 flags = bytes(views[guard])
+                num_skipped += len(members)
                 members = [member for member in members if flags[member.flag[1]]]  # type: ignore[index]
+                num_skipped -= len(members)
             for codelet, arguments, constants, _ in members:
                 codelet.cpu(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
+        return num_skipped
 
     def _views_in(self, scratch: HostScratch) -> tuple[Any, ...]:
         """Return views of the sections in a piece of scratch; they are cached, because replays reuse few offsets."""
@@ -270,10 +285,10 @@ def join(
     groups = [Launch([_member(plan.tasks[position], arguments) for position in positions], run) for positions, run in starts]
     whole = FusedKernels(groups, sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
-    codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
-    num_clones, clone_share = _recomputation(plan, sorted(numbers), clones)
     accesses, priority, flags = tuple(modes.items()), joined[0].priority, _written_flags(joined, modes, arguments)
-    return RecordedTask(codelet, name, kinds, accesses, {}, priority, condition=flags, num_clones=num_clones, clone_share=clone_share)
+    task = RecordedTask(whole.codelet(name, kinds), name, kinds, accesses, {}, priority, condition=flags, counts_skips=whole.has_conditions)
+    task.num_clones, task.clone_share = _recomputation(plan, sorted(numbers), clones)
+    return task
 
 
 def _written_flags(members: Sequence[RecordedTask], modes: Collection[HandleRecord], arguments: Mapping[HandleRecord, int]) -> Condition | None:

@@ -223,9 +223,8 @@ def _shares(plan: StepPlan) -> dict[HandleRecord, float]:
     """Return the expected share of uses that take place, for data that only conditional tasks use."""
     shares: dict[HandleRecord, float] = {}
     for task in plan.tasks:
-        share = 1.0 if task.condition is None else task.condition.share
         for handle, _ in task.accesses:
-            shares[handle] = max(share, shares.get(handle, 0.0))
+            shares[handle] = max(task.share, shares.get(handle, 0.0))
     return shares
 
 

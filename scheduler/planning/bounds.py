@@ -3,9 +3,9 @@
 =============  =======================================================================================================================
 area           seconds of all tasks together, divided by the number of workers
 critical path  seconds of the longest chain of dependent tasks
-link           seconds of the copies that no order avoids. Of the data that outlives the step, the part that exceeds the memory where
-               tasks run must be read into it; of the part that the step writes, the excess must be written back. The two add up if
-               both directions share links; otherwise the larger one counts
+link           seconds of the copies that no order avoids. Of the data that outlives the step and has a use that is not conditional, the
+               part that exceeds the memory where tasks run must be read into it; of the part that the step writes, the excess must be
+               written back. The two add up if both directions share links; otherwise the larger one counts
 =============  =======================================================================================================================
 """
 
@@ -33,7 +33,11 @@ def lower_bounds(plan: StepPlan, seconds: Sequence[float], *, num_workers: int, 
     longest = [0.0] * len(plan.tasks)
     for position, before in enumerate(plan.predecessors):
         longest[position] = seconds[position] + max((longest[each] for each in before), default=0.0)
-    lasting = [(handle.spec.size, use.last_writer is not None) for handle, use in plan.uses.items() if handle not in plan.owned]
+    lasting = [
+        (handle.spec.size, use.last_writer is not None)
+        for handle, use in plan.uses.items()
+        if handle not in plan.owned and use.num_conditional < use.num_uses
+    ]
     reading = max(0, sum(size for size, _ in lasting) - memory) / pace.read
     writing = max(0, sum(size for size, is_written in lasting if is_written) - memory) / pace.write
     return {

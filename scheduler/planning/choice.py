@@ -15,15 +15,13 @@ from typing import Final
 
 from ..core.step_plan import StepPlan
 from .device_share import order_of_all
-from .evaluation import PlanCandidate, PlannedOrder, best_of, evaluate
+from .evaluation import NEAR, PlanCandidate, PlannedOrder, best_of, evaluate, unchanged
 from .machine_pace import PlanningMachine
 from .ordered_step import SUBMISSION, OrderedStep
 from .recompute import BLOCK, NONE, Recomputation, Values
 from .search import LIKELY, Search
 from .value_groups import AUTO, all_groups, as_asked, asked_recomputation
 
-NEAR: Final = 1.1
-"""Ratio of costs to that of the best above which a step is not judged."""
 PLAIN: Final = 1.2
 """Further ratio up to which a step is judged that a program could ask for by a word, with no or all blocks recomputed. Forecasts without
 recomputation are up to 23 % too long, and "auto" must not be slower than "none" or "block"."""
@@ -66,16 +64,17 @@ def choose_plan(plan: StepPlan, order: str, recompute: str, machine: PlanningMac
 
 
 def _searched(step: OrderedStep, order: str) -> list[PlanCandidate]:
-    """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in all orders.
+    """Return candidates for a step: the first ones without recomputation, and those of the best recomputation in more orders.
 
-    Recomputations are compared in likely orders. None is searched if it could not make the step faster.
+    Recomputations are compared in likely orders. None is searched if it could not make the step faster. If few steps can be judged, the best one is
+    evaluated in its own order and in likely ones: forecasts of the others differ by less than their error.
     """
     candidates = evaluate(step, order, only=() if step.plan.partitions else (SUBMISSION, *LIKELY))
     base = best_of(candidates)
     if not (base.moves_nothing or base.is_bound_by_tasks):
         candidates = Search(candidates, order).candidates()
     best = best_of(candidates)
-    in_all = evaluate(best.step, order, best.recomputation)
+    in_all = evaluate(best.step, order, best.recomputation, only=() if _most_judged(best.step) >= ORDERS else (best.order, *LIKELY))
     others = [candidate for candidate in candidates if candidate.recomputation is not best.recomputation]
     return [*in_all, *others] if best.recomputation is candidates[0].recomputation else [*others, *in_all]
 
@@ -110,16 +109,21 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
             tried.append((judge(planned), candidate, planned))
         return min(tried, key=lambda row: row[0])[1]
 
-    base = best_of([candidate for candidate in candidates if candidate.recomputation is candidates[0].recomputation])
+    base = best_of(unchanged(candidates))
     orders = _orders_to_judge(best, candidates) if order == AUTO else [best]
     if base.moves_nothing or (len(orders) < 2 and not _others_to_judge(best, candidates, best.order)):
         return _planned(best, candidates)
-    most = JUDGED_TASKS // len(best.step.plan.tasks)
-    most = most if most >= ORDERS else 2
+    most = _most_judged(best.step)
     fastest = try_all(orders[: max(2, most - 1)])  # one is for another recomputation
     try_all(_others_to_judge(best, candidates, fastest.order)[: most - len(tried)])
     seconds, fastest, planned = min(tried, key=lambda row: row[0])
     return _planned(best, candidates) if seconds == inf else _planned(fastest, candidates, planned, seconds)
+
+
+def _most_judged(step: OrderedStep) -> int:
+    """Return the largest number of judged steps."""
+    most = JUDGED_TASKS // max(1, len(step.plan.tasks))
+    return most if most >= ORDERS else 2
 
 
 def _orders_to_judge(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> list[PlanCandidate]:
@@ -153,7 +157,10 @@ def _steps_to_search(step: OrderedStep, order: str, recompute: str) -> Iterator[
 
 
 def _on_all_devices(candidate: PlanCandidate, step: OrderedStep) -> PlanCandidate | None:
-    """Return a candidate for all devices like the best one of a share; None if the whole step has no such groups of values."""
+    """Return a candidate for all devices like the best one of a share.
+
+    It recomputes the groups of values with the same names. None if the whole step lacks a group of such a name; then the whole step is searched.
+    """
     if not candidate.step.is_share:
         return candidate
     chosen, values = candidate.recomputation, Values(step.recorded)

@@ -14,6 +14,8 @@ from .value_groups import AUTO
 
 MARGIN: Final = 0.99
 """Ratio of costs from which on a candidate replaces one without recomputation."""
+NEAR: Final = 1.1
+"""Ratio of costs up to which a candidate may be faster than the best one, since forecasts err: such orders are evaluated further, and judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,15 @@ def evaluate(step: OrderedStep, order: str, recomputation: Recomputation | None 
     return candidates
 
 
+def unchanged(candidates: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Return the candidates without recomputation. In every list of candidates these come first, and share one `Recomputation`."""
+    return [candidate for candidate in candidates if candidate.recomputation is candidates[0].recomputation]
+
+
 def best_of(candidates: Sequence[PlanCandidate]) -> PlanCandidate:
-    """Return the best candidate; of those with the recomputation of the first one, unless another one is clearly better."""
+    """Return the best candidate; the best one without recomputation, unless another one is clearly better."""
     best = min(candidates, key=lambda candidate: candidate.key)
-    base = min((other for other in candidates if other.recomputation is candidates[0].recomputation), key=lambda candidate: candidate.key)
+    base = min(unchanged(candidates), key=lambda candidate: candidate.key)
     return best if not base.fits or best.forecast.cost <= MARGIN * base.forecast.cost else base
 
 

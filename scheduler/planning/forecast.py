@@ -20,7 +20,7 @@ from ..core.memory.prefetch import AHEAD, TASKS
 from ..core.memory.write_back import CLEAN
 from ..core.records import HandleRecord
 from ..core.step_plan import RecordedTask
-from .tile_traffic import Moves, Touches, pass_through
+from .tile_traffic import Moves, Touches, expected_moves, pass_through
 
 SHARE: Final = 0.84
 """Fraction of a budget that holds tiles between their uses; copies in progress and fragmentation take the rest. With a larger one, forecasts have too
@@ -89,7 +89,7 @@ class Pace:
     """Rates at which a machine computes and copies.
 
     Attributes:
-        seconds: duration of each task if all workers shared it; 0 for tasks that run aside.
+        seconds: duration of each task if all workers shared it, that of a conditional one times its share; 0 for tasks that run aside.
         read, write: bytes per second from and to the tier below, over all links together.
         duplex: whether copies in both directions run at the same time.
         num_devices: number of equal devices of the machine; the forecast simulates one of them.
@@ -209,7 +209,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the traffic and the duration of a step within a budget.
 
-    A task whose data exceeds the budget is not detected and costs nothing extra.
+    A task whose data exceeds the budget is not detected and costs nothing extra. Seconds of a conditional task count with its share, and copies with
+    the probability that a task needs them.
 
     Args:
         step: the step.
@@ -223,7 +224,9 @@ def forecast(
     below = None
     if pace is not None and pace.spill is not None:
         below = int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN  # tiles that are written back early occupy both
-    steps, _ = pass_through(step, positions, capacity, below=below, only_files=only_files)
+    steps, evictions = pass_through(step, positions, capacity, below=below, only_files=only_files)
+    if step.shares:
+        steps = expected_moves(step, positions, steps, evictions)
     read = sum(moves.read for moves in steps)
     written = sum(nbytes for moves in steps for _, nbytes, _ in moves.evicted)
     if pace is None:

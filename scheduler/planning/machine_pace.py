@@ -48,7 +48,7 @@ def pace_of(
     kinds = [kind for kind, _ in workers]
     aside = {task for task, is_aside in zip(plan.tasks, plan.aside, strict=True) if is_aside and num_aside}
     seconds = {
-        task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in aside else 0.0
+        task: task.share / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in aside else 0.0
         for task in plan.tasks
     }
     nodes = sorted({node for _, node in workers} - {below})

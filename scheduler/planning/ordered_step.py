@@ -130,9 +130,10 @@ class OrderedStep:
         return name in self._orders
 
     def pools(self, names: Sequence[str]) -> list[list[str]]:
-        """Return the names in pools, of which the first one with an order that fits decides.
+        """Return the names in pools, of which a planner evaluates the first one with an order whose data fits the last tier.
 
-        On several devices the first pool has the orders that take a multiple of their number of minibatches through each layer side by side.
+        On several devices the first pool has the orders in which all devices work side by side, each on a minibatch of the same layer. The second one
+        has the others: they keep devices waiting for each other, but may need fewer bytes.
         """
         if not self.plan.partitions:
             return [[*names]]

@@ -2,8 +2,8 @@
 
 A candidate recomputes the first K groups of values, cheapest first (`value_groups`), the last of them for the leading share of its values; or all
 values inside the blocks that a program marks. What it does not recompute stays in memory or moves, as order and eviction have it. The search
-evaluates no group, all groups and all blocks in the orders that are likely then. It bisects to the best K in between, in the order that was best for
-all groups, and tries shares there.
+evaluates no group and all groups in the orders that are likely then, and all blocks in those of them that were near the best. It bisects to the best
+K in between, in the order that was best for all groups, and tries shares there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from .evaluation import PlanCandidate, evaluate
+from .evaluation import NEAR, PlanCandidate, evaluate
 from .recompute import NONE, Recomputation, Values
 from .value_groups import groups_of, leading_groups, priced, values_in_blocks
 
@@ -49,7 +49,8 @@ class Search:
         """Evaluate and return the candidates; the first ones are those without recomputation."""
         likely, most = [_best(self._candidates[NONE]).order, *LIKELY], len(self._groups)
         if most:
-            self._evaluate(self._leading(most), likely)
+            best = self._evaluate(self._leading(most), likely)
+            likely = [each.order for each in self._candidates[best.recomputation.name] if each.forecast.cost <= NEAR * best.forecast.cost]
         blocks = replace(values_in_blocks(self._values), groups=self._groups, seconds_without=self._seconds_without)
         if blocks.name != NONE:
             self._evaluate(blocks, likely)

@@ -8,7 +8,7 @@ that the one before it leaves. This module knows bytes and positions; `forecast`
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Final
 
@@ -43,6 +43,12 @@ class Moves:
     after: int | None = None
     far_written: int = 0
 
+    def expected(self, spared: float) -> Moves:
+        """Return the copies less `spared` bytes, the mean that need not be fetched; bytes in use stay, because memory must hold them."""
+        share = max(0.0, 1.0 - spared / self.read)
+        evicted = [(since, int(nbytes * share), is_far) for since, nbytes, is_far in self.evicted]
+        return replace(self, read=int(self.read * share), far_read=int(self.far_read * share), evicted=evicted)
+
 
 class Touches:
     """Data that each task of a step touches, computed once for forecasts of the step in many orders. Tiles are numbered by the ids of their handles.
@@ -56,6 +62,7 @@ class Touches:
         data: for each task, (tile, whether it reads present data, whether it writes) of each access except scratch.
         scratch: for each task, its bytes of scratch.
         overwritten: for each task that runs aside, the tiles that it writes.
+        shares: for each task, the share of executions in which it is not skipped; empty without conditional tasks.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -67,6 +74,8 @@ class Touches:
         self.scratch = [sum(handle.spec.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
         aside = (position for position, is_aside in enumerate(plan.aside) if is_aside)
         self.overwritten = {position: {tile for tile, _, writes in self.data[position] if writes} for position in aside}
+        shares = [task.share for task in plan.tasks]
+        self.shares = shares if min(shares, default=1.0) < 1.0 else []
         self._is_mortal = [plan.owned.get(handle) is False for handle in self.handles]
 
     def next_uses(self, positions: Sequence[int]) -> list[list[int]]:
@@ -299,3 +308,29 @@ def pass_through(
                         memory.drop_overwritten(tile)
         memory.begin_again(period)
     return moves, [(step.handles[tile], position) for tile, position in memory.evictions]
+
+
+def expected_moves(step: Touches, positions: Sequence[int], moves: Sequence[Moves], evictions: Sequence[tuple[HandleRecord, int]]) -> list[Moves]:
+    """Return the expected copies of a step with conditional tasks; arguments after the first two are the results of `pass_through`.
+
+    A tile that was evicted is fetched unless all tasks that use it until the next fetch are skipped; these are taken to be independent.
+    """
+    period, wanted = len(positions), {handle for handle, _ in evictions}
+    uses: dict[HandleRecord, list[int]] = {}
+    for now, position in enumerate(positions):
+        for tile, _, _ in step.data[position]:
+            if (handle := step.handles[tile]) in wanted:
+                uses.setdefault(handle, []).append(now)
+    fetches: dict[HandleRecord, set[int]] = {}
+    for handle, position in evictions:
+        fetches.setdefault(handle, set()).add(position % period)
+    spared = [0.0] * period
+    for handle, starts in fetches.items():
+        idle = dict.fromkeys(starts, 1.0)  # probability that no task uses the tile after that fetch
+        latest = max(starts)
+        for now in uses[handle]:
+            latest = now if now in starts else latest
+            idle[latest] *= 1.0 - step.shares[positions[now]]
+        for start, chance in idle.items():
+            spared[start] += handle.spec.size * chance
+    return [each.expected(nbytes) if nbytes and each.read else each for each, nbytes in zip(moves, spared, strict=True)]

@@ -156,8 +156,9 @@ def asked_recomputation(values: Values, recompute: str) -> Recomputation:
         name, _, share = asked.strip().partition(":")
         matching = [group for group in groups if name in (group.name, group.op) or group.name.startswith(f"{name}.")]
         if not matching:
-            known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
-            raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
+            known = ", ".join(sorted({repr(group.op) for group in groups}))
+            remedy = f"name some of {known}" if known else f"none of its results can be recomputed, so use {NONE!r}"
+            raise ValueError(f"this step has no results of {name!r} to recompute; {remedy}")
         handles.update(handle for group in matching for handle in group.leading(_share_of(share)))
     return Recomputation(recompute, handles)
 

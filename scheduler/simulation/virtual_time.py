@@ -8,14 +8,15 @@ disk tier share a few channels, as the concurrent requests of the real tier do, 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+from zlib import crc32
 
 from ..core.actions import carry_out
-from ..core.errors import DoesNotFit, SchedulerError
+from ..core.errors import SchedulerError
 from ..core.events import (
     CopyFinished,
     CopyTile,
@@ -36,8 +37,7 @@ from ..core.memory.eviction_policies import DEFAULT_EVICTION
 from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Estimates
 from ..core.policies import POLICIES
-from ..core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, TaskSpec, W, Worker, WorkerId, WorkerKind
-from ..core.shortage import AccessSize, Shortage
+from ..core.records import FILE, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, TaskSpec, W, Worker, WorkerId, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 
 GOLDEN_RATIO: Final = 0.6180339887
@@ -87,7 +87,7 @@ class VirtualDriver:
         channels: number of copies from and to the disk tier at a time.
         host: function that returns the end of a task without a worker; None for tasks that end at once.
         aside: whether CPU workers run only codelets that devices may not.
-        shares: for tasks that write flags, the share of replays in which each flag is set.
+        shares: for tasks that write flags, the share of replays in which each flag is set, and the fraction of a turn at which it begins.
 
     Attributes:
         now: seconds since the start.
@@ -104,7 +104,7 @@ class VirtualDriver:
         channels: int = 1,
         host: HostEnd | None = None,
         aside: bool = False,
-        shares: Mapping[TaskSpec, Sequence[float]] = MappingProxyType({}),
+        shares: Mapping[TaskSpec, Sequence[tuple[float, float]]] = MappingProxyType({}),
     ) -> None:
         self.machine = machine
         self.shares = shares
@@ -171,8 +171,8 @@ class VirtualDriver:
         shares, number = self.shares.get(task.spec), 0 if task.step is None else task.step.number
         if shares is None:
             return None
-        starts = [number * share + flag * GOLDEN_RATIO % 1.0 for flag, share in enumerate(shares)]
-        return bytes(int(start + share) > int(start) for start, share in zip(starts, shares, strict=True))
+        starts = [(number * share + begin, share) for share, begin in shares]
+        return bytes(int(start + share) > int(start) for start, share in starts)
 
     def copy_tile(self, action: CopyTile) -> None:
         """Schedule the end of the copy, or queue it for a channel of the tier."""
@@ -219,6 +219,7 @@ def simulate(
     ahead: bool = False,
     host: HostEnd | None = None,
     aside: bool = False,
+    worst: bool = False,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` do not change.
 
@@ -239,19 +240,25 @@ def simulate(
         ahead: whether the next replay has begun when one ends, even after the last one, as in training; else each begins when nothing moves.
         host: function that returns the end of a task without a worker; None for tasks that end at once.
         aside: whether CPU workers run only codelets that devices may not.
+        worst: whether all conditional tasks run; else each runs in its share of replays.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
         ValueError: the policy is unknown, or `replays` or `channels` is not positive.
     """
+    _check(policy, replays, channels)
+    machine = _machine(nodes, policy, Estimates(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
+    twin = _detached(plan)
+    shares = {} if worst else _shares_of(twin.tasks)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside, shares=shares)
+    return _replayed(driver, _loaded(driver, plan, twin), replays, ahead=ahead)
+
+
+def _check(policy: str, replays: int, channels: int) -> None:
     if policy not in POLICIES or replays < 1 or channels < 1:
         raise ValueError(
             f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
         )
-    machine = _machine(nodes, policy, Estimates(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
-    twin = _detached(plan)
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside, shares=_shares_of(twin.tasks))
-    return _replayed(driver, _loaded(driver, plan, twin), replays, ahead=ahead)
 
 
 def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Estimates, *, storage: bool, eviction: str, prefetch: bool) -> Machine:
@@ -328,24 +335,29 @@ def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
         task = Task(TaskId(-1 - number), spec, spec.accesses, order=number - len(handles))
         driver.bring(TaskSubmitted(task))
         driver.run()
-        if task.state != "done":
-            memory, size = driver.machine.memory, AccessSize("W", repr(handle), handle.spec.size)
-            raise DoesNotFit(Shortage("start", memory.names[RAM], handle.spec.size, memory.budget(RAM), memory.used(RAM), sizes=(size,)))
+        assert task.state == "done"  # a task that does not fit has raised
 
 
-def _shares_of(tasks: Sequence[RecordedTask]) -> dict[TaskSpec, list[float]]:
-    """Return the expected share of executions in which each flag is set, for each task that writes flags; flags that no task reads are set."""
-    shares: dict[TaskSpec, list[float]] = {}
-    writers: dict[HandleRecord, list[float]] = {}
+def _shares_of(tasks: Sequence[RecordedTask]) -> dict[TaskSpec, list[tuple[float, float]]]:
+    """Return `VirtualDriver.shares`; flags that no task reads are always set.
+
+    Flags of one task take turns evenly. Those of different tasks are independent, so the turns begin at a fraction that follows from the place of the
+    task in the program, which a task that is recomputed shares with its clone.
+    """
+    shares: dict[TaskSpec, list[tuple[float, float]]] = {}
+    writers: dict[HandleRecord, list[tuple[float, float]]] = {}
+    counts = Counter[tuple[str, int, bool]]()
     for task in tasks:
         condition = task.condition
         if condition is not None and condition.flags >= 0:
-            flags, _ = task.accesses[condition.flags]
-            writers[flags] = shares[task] = [1.0] * flags.spec.nbytes
+            flags, key = task.accesses[condition.flags][0], (task.label.path, task.label.minibatch, task.num_clones > 0)
+            offset = crc32(f"{key[:2]} {counts[key]}".encode()) / (1 << 32)
+            counts[key] += 1
+            writers[flags] = shares[task] = [(1.0, (offset + flag * GOLDEN_RATIO) % 1.0) for flag in range(flags.spec.nbytes)]
         if condition is not None and condition.guard >= 0:
             guard, _ = task.accesses[condition.guard]
             if guard in writers:
-                writers[guard][condition.number] = condition.share
+                writers[guard][condition.number] = condition.share, writers[guard][condition.number][1]
     return shares
 
 
@@ -363,6 +375,8 @@ def _detached(plan: StepPlan) -> StepPlan:
             task.pin,
             task.condition,
             aside=task.aside,
+            label=task.label,
+            num_clones=task.num_clones,
         )
         for task in plan.tasks
     ]

@@ -102,3 +102,15 @@ def _own_cgroup_files() -> list[Path]:
         group = root / name.lstrip("/")
         paths += [directory / leaf for directory in (group, *group.parents) if directory.is_relative_to(root)]
     return paths
+
+
+def without_staging(ram: int, staging: int) -> int:
+    """Return the budget of host memory without its buffers between the disk and GPUs.
+
+    Raises:
+        DoesNotFit: nothing remains.
+    """
+    if ram > staging:
+        return ram - staging
+    fact = f"the budget of host memory must exceed the {staging:,} B between the disk and GPUs, got {ram:,} B"
+    raise DoesNotFit(Shortage("full", "ram", staging, ram), fact, "raise it")

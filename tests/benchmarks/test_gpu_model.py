@@ -92,7 +92,7 @@ def test_machine_code_is_counted_along_the_widest_path(model: ModuleType) -> Non
     assert [loop.nbytes for loop in rows.inner] == [5 * 16, 7 * 16]  # of each row, x, gamma and three slopes; then a residual and dx too
     tiles = [array(16384, 768), array(768, 3072), array(3072), array(16384, 3072), array(16384, 3072)]
     _, launch = launches_of(model, "linear_activation", *tiles, kind="gelu_new", trans_b=False, accumulate=False)
-    row = json.loads(model.RESULTS.read_text())["steps"]["GPT-2 small, 16 x 1,024"]["kernels"]["bias_activation"]
+    row = json.loads(model.RESULTS.read_text())["steps"]["GPT-2 small, 16 x 1,024"]["kernels"]["activation"]
     assert model.num_instructions(launch) == pytest.approx(row["instructions"] / row["launches"])
 
 

@@ -35,6 +35,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 MODELS_HEAD = "| `--model` | `model_type` | learns | what it is |"
+MOST_CONCEPTS = 60
+"""Largest number of terms that a newcomer to the scheduler must learn."""
 LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])+\]\(([^)\s]+)\)")
 
 
@@ -265,6 +267,22 @@ def test_the_page_about_pytorch_is_fresh(families: tuple[str, ...]) -> None:
     """What is tested and refused of PyTorch models is what the code and its sentences say; run with the commands of the pages, or `long`."""
     done = subprocess.run([sys.executable, "docs/_ext/torch_page.py", "--check", *families], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def concepts_of(page: Path) -> set[str]:
+    """Terms that a page introduces: emphasised ones, entries of a glossary, and rows of a table of words."""
+    text = CODE.sub("`code`", page.read_text())
+    glossary = text.partition(":::{glossary}")[2].splitlines()
+    emphasised = re.findall(r"(?<![*\w])\*([a-z][a-z\- \n]*)\*(?!\*)", text)
+    rows = re.findall(r"^\| ([a-z ]+) \|", text.partition("| word of the core |")[2].partition("\n\n")[0], re.MULTILINE)
+    return {" ".join(term.split()) for term in (*emphasised, *(line for line in glossary if re.match(r"[a-z]", line)), *rows)}
+
+
+def test_a_newcomer_to_the_scheduler_learns_few_concepts() -> None:
+    """At most `MOST_CONCEPTS` terms are introduced by the pages of concepts and the page about the scheduler; more must replace others."""
+    concepts = set().union(*map(concepts_of, [*(DOCS / "concepts").glob("*.md"), DOCS / "internals" / "scheduler.md"]))
+    assert {"budget", "codelet", "frontier", "forecast", "backing replica"} <= concepts  # one of each kind of place
+    assert len(concepts) <= MOST_CONCEPTS, sorted(concepts)
 
 
 def test_decisions_have_one_shape() -> None:

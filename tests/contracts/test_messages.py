@@ -8,7 +8,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
+
+import pytest
+
+from scheduler.core.errors import TaskCause
+from scheduler.core.shortage import Cause
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 TREES: Final = ("scheduler", "tiles", "nntask", "wrappers", "examples", "benchmarks")
@@ -257,6 +262,13 @@ def test_fields_and_messages_of_errors_are_tested() -> None:
     assert isinstance(lost, ast.ClassDef)
     assert unread_fields(lost, ["Lost().why"]) == []
     assert unread_fields(lost, ["isinstance(error, Lost)"]) == ["why", "its message"]
+
+
+@pytest.mark.parametrize("cause", [*get_args(Cause), *get_args(TaskCause)])
+def test_each_cause_is_produced_by_a_test(cause: str) -> None:
+    """By a program or a step that is refused; `test_errors` only makes each error by hand, to compare its sentence."""
+    tests = (path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_errors.py" and "contracts" not in path.parts)
+    assert any(re.search(rf'cause[^\n]*"{cause}"|Shortage\("{cause}"', path.read_text()) for path in tests)
 
 
 def remedies_in_clauses(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -105,11 +105,13 @@ class Emulator(FakeGpu):
 
     Attributes:
         backwards: whether threads of a block run from the last to the first.
+        has_biased_products: whether it has products that add a bias.
     """
 
     def __init__(self, folder: Path, **more: Any) -> None:
         super().__init__("emulated", **more)
         self.backwards = False
+        self.has_biased_products = True
         self._sources = CompiledSources(folder)
         self._partials = np.empty(PARTIALS_NBYTES, np.uint8)
 
@@ -130,6 +132,11 @@ class Emulator(FakeGpu):
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
 
+    def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        if self.has_biased_products:
+            self.later(lambda: self._multiply(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False, bias=bias))
+        return self.has_biased_products
+
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         return False
 
@@ -137,13 +144,18 @@ class Emulator(FakeGpu):
         self.later(lambda: start(StreamPointer(self.name, None, 0)))
 
     @staticmethod
-    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None):
-        target, right = on_host(out), on_host(b).astype(np.float32)
-        width = a.shape[1]
-        left = on_host(a.at(a.dtype, (a.shape[0] - 1) * (stride_a or width) + width))
-        left = np.lib.stride_tricks.as_strided(left, a.shape, ((stride_a or width) * a.dtype.itemsize, a.dtype.itemsize)).astype(np.float32)
+    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None, stride_out=None, bias=None):
+        target, left, right = _matrix(out, stride_out), _matrix(a, stride_a).astype(np.float32), on_host(b).astype(np.float32)
         product = np.float32(alpha) * ((left.T if trans_a else left) @ (right.T if trans_b else right))
+        product = product if bias is None else product + on_host(bias).astype(np.float32)
         target[...] = target.astype(np.float32) + product if accumulate else product
+
+
+def _matrix(array: DeviceArray, stride: int | None) -> np.ndarray:
+    """A matrix whose rows begin `stride` elements apart; None for its width."""
+    (rows, width), distance = array.shape, stride or array.shape[1]
+    flat = on_host(array.at(array.dtype, (rows - 1) * distance + width))
+    return np.lib.stride_tricks.as_strided(flat, array.shape, (distance * array.dtype.itemsize, array.dtype.itemsize))
 
 
 def on_device(array: np.ndarray) -> DeviceArray:

@@ -12,9 +12,9 @@ Error numbers are cudaError_t. `found` lists everything that was refused, since 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from support.fake_cuda_calls import BAD_HANDLE, INVALID, MOST_SHARED, QueueOfWork
 from support.fake_cuda_streams import CudaStreams
@@ -261,3 +261,43 @@ class FakeCuda(CudaStreams):
                     raise self.refuse(f"{name} points to no memory of a device", 700)
                 accesses.append(Access(address, 1, pointer.is_written))
         return packed, accesses
+
+
+class CFunction:
+    """A function of a C library as ctypes has it; without declared types it is refused.
+
+    Args:
+        expected: types of its arguments.
+    """
+
+    def __init__(self, cuda: FakeCuda, name: str, expected: Sequence[Any], run: Callable[..., int]) -> None:
+        self.argtypes: Sequence[Any] | None = None
+        self.restype: Any = None
+        self._cuda, self._name, self._expected, self._run = cuda, name, list(expected), run
+
+    def __call__(self, *arguments: Any) -> int:
+        if self.restype is not ctypes.c_int:
+            raise self._cuda.refuse(f"{self._name} returns an int, declared is {self.restype}")
+        if self.argtypes is None or [self._kind(one) for one in self.argtypes] != [self._kind(one) for one in self._expected]:
+            raise self._cuda.refuse(f"{self._name} takes {self._expected}, declared are {self.argtypes}")
+        if len(arguments) != len(self.argtypes):
+            raise self._cuda.refuse(f"{self._name} takes {len(self.argtypes)} arguments, got {len(arguments)}")
+        values = []
+        for kind, argument in zip(self.argtypes, arguments, strict=True):
+            try:
+                kind.from_param(argument)
+            except (TypeError, ctypes.ArgumentError):
+                raise self._cuda.refuse(f"{self._name} takes a {kind.__name__}, got {argument!r}") from None
+            values.append(self._value(argument))
+        return self._run(*values)
+
+    @staticmethod
+    def _kind(argtype: Any) -> tuple[int, bool]:
+        return ctypes.sizeof(argtype), argtype in (ctypes.c_float, ctypes.c_double)
+
+    @staticmethod
+    def _value(argument: Any) -> Any:
+        target = getattr(argument, "_obj", argument)
+        if target is not argument:
+            return target  # of byref: what it refers to
+        return getattr(argument, "value", argument) or 0

@@ -292,9 +292,15 @@ def _adam8bit(make: Maker, clip: bool) -> Case:
     """36 blocks and a short one."""
     m, v = (make.rng.integers(0, 256, (31, 300)).astype(np.uint8) for _ in range(2))
     scales = [(make.rng.random(37) + 0.5).astype(np.float32) for _ in range(2)]
-    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 3.0]])
     args = [make(31, 300), make(31, 300), m, scales[0], v, scales[1], hyper, *([np.array([400.0])] if clip else [])]
-    return args, [], {"row": 1, "max_norm": 1.0, "clip": clip, "master": False}
+    return args, [], {"row": 1, "stream": 7, "tile": 2, "max_norm": 1.0, "clip": clip, "master": False}
+
+
+def _gram_in_bands(make: Maker) -> Case:
+    """A sum of more rows than one product computes."""
+    total = make(400, 400)
+    return [make(400, 5), total + total.T], [], {"trans": False, "alpha": 0.5, "accumulate": True}
 
 
 _MUON = np.array([[9.0] * 8, [0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
@@ -378,7 +384,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m, t=t, a=a: ([m(20, 33), m(33, 33) if t else m(20, 20)], [] if a else [1], {"trans": t, "alpha": 0.5, "accumulate": a})
         for t in (False, True)
         for a in (False, True)
-    ],
+    ]
+    + [_gram_in_bands],
     "muon_momentum": [lambda m, n=n, c=c: _muon_momentum(m, n, c) for n in (False, True) for c in (False, True)],
     "muon_normalise": [lambda m, t=t: ([m(31, 300), np.array([t]), _MUON.copy()], [], {"row": 1}) for t in (0.0, 9.0)],
     "muon_polynomial": [
@@ -443,6 +450,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         for g in (1, 2)
     ],
     "cap": [lambda m: ([m(9, 3000), m(9, 3000)], [1], {"most": 1.5})],
+    "clamp": [lambda m: ([m(9, 3000), m(9, 3000)], [1], {"most": 0.75})],
+    "clamp_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"most": 0.75})],
     "cap_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {"most": 5.0})],
     "column_sums": [
         lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),

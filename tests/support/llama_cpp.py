@@ -73,6 +73,7 @@ def library() -> Any:
         "llama_batch_free": (None, [_Batch]),
         "llama_decode": (integer, [pointer, _Batch]),
         "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [pointer, integer]),
+        "llama_set_n_threads": (None, [pointer, integer, integer]),
         "llama_free": (None, [pointer]),
         "llama_model_free": (None, [pointer]),
         "ggml_quantize_chunk": (ctypes.c_size_t, [ctypes.c_int, pointer, pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, pointer]),
@@ -144,6 +145,13 @@ class LlamaCpp:
                 new.append(best)
                 last = self._decoded(context, [best], len(ids) + len(new) - 1)[-1]
         return new
+
+    def steps(self, ids: Sequence[int], threads: int) -> Iterator[np.ndarray]:
+        """Yield the logits behind each token of a text, (vocabulary,), computed one token at a time."""
+        with self._opened() as context:
+            self._lib.llama_set_n_threads(context, threads, threads)
+            for at, token in enumerate(ids):
+                yield self._decoded(context, [token], at)[0]
 
     def perplexity(self, ids: Sequence[int]) -> float:
         """Of the tokens behind the first one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.cuda_emulator import CompiledSources
-from support.fake_cuda import FakeCuda, KernelParameter
+from support.fake_cuda import CFunction, FakeCuda, KernelParameter
 from support.fake_cuda_calls import CUDARuntimeError
 from support.gpu_training import Training
 from support.hazards import Access
 from support.kernel_declarations import declared_in
+from support.strict_cublas_lt import LibcublasLt, Refuses
 from support.strict_nccl import StrictNccl
 
 from nntask.hardware import gpus
@@ -33,7 +34,7 @@ from nntask.hardware.gpus import CudaCards
 from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler.drivers import cuda_cupy
-from tiles.kernels.cuda import device, launch, products
+from tiles.kernels.cuda import device, epilogues, launch, products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ILLEGAL_ADDRESS = 700
@@ -97,46 +98,6 @@ class Nvrtc:
         program.clear()
 
 
-class CFunction:
-    """A function of a C library as ctypes has it; without declared types it is refused.
-
-    Args:
-        expected: types of its arguments.
-    """
-
-    def __init__(self, cuda: FakeCuda, name: str, expected: Sequence[Any], run: Callable[..., int]) -> None:
-        self.argtypes: Sequence[Any] | None = None
-        self.restype: Any = None
-        self._cuda, self._name, self._expected, self._run = cuda, name, list(expected), run
-
-    def __call__(self, *arguments: Any) -> int:
-        if self.restype is not ctypes.c_int:
-            raise self._cuda.refuse(f"{self._name} returns an int, declared is {self.restype}")
-        if self.argtypes is None or [self._kind(one) for one in self.argtypes] != [self._kind(one) for one in self._expected]:
-            raise self._cuda.refuse(f"{self._name} takes {self._expected}, declared are {self.argtypes}")
-        if len(arguments) != len(self.argtypes):
-            raise self._cuda.refuse(f"{self._name} takes {len(self.argtypes)} arguments, got {len(arguments)}")
-        values = []
-        for kind, argument in zip(self.argtypes, arguments, strict=True):
-            try:
-                kind.from_param(argument)
-            except (TypeError, ctypes.ArgumentError):
-                raise self._cuda.refuse(f"{self._name} takes a {kind.__name__}, got {argument!r}") from None
-            values.append(self._value(argument))
-        return self._run(*values)
-
-    @staticmethod
-    def _kind(argtype: Any) -> tuple[int, bool]:
-        return ctypes.sizeof(argtype), argtype in (ctypes.c_float, ctypes.c_double)
-
-    @staticmethod
-    def _value(argument: Any) -> Any:
-        target = getattr(argument, "_obj", argument)
-        if target is not argument:
-            return target  # of byref: what it refers to
-        return getattr(argument, "value", argument) or 0
-
-
 class Libcuda:
     """libcuda, as far as it is called by ctypes."""
 
@@ -181,6 +142,11 @@ class Libcublas:
         found.value = 0x600_0000_0000 + 0x100 * (len(self._handles) + 1)
         self._handles[found.value] = _Handle(self.cuda.getDevice())
         return 0
+
+    def device_of(self, number: int) -> int | None:
+        """The device of a handle; None if it is no handle, or that of a device which is not current."""
+        handle = self._of(number)
+        return None if handle is None else handle.device
 
     def _of(self, number: int) -> _Handle | None:
         handle = self._handles.get(number)
@@ -305,12 +271,13 @@ class _CupyStream:
 
 
 @contextmanager
-def installed(folder: Path, cache_folder: Path, **terms: Any) -> Iterator[FakeCuda]:
+def installed(folder: Path, cache_folder: Path, *, refuses: Refuses = lambda *_: 0, **terms: Any) -> Iterator[FakeCuda]:
     """The libraries in place of the real ones; yields runtime and driver.
 
     Args:
         folder: of libraries of the CPU.
         cache_folder: where code of sources is kept.
+        refuses: argument of `LibcublasLt`.
         terms: as of `FakeCuda`.
     """
     cuda = FakeCuda(SourceKernels(folder), **terms)
@@ -327,9 +294,11 @@ def installed(folder: Path, cache_folder: Path, **terms: Any) -> Iterator[FakeCu
             patch.setitem(sys.modules, name, ModuleType(name))
         patch.setenv("XDG_CACHE_HOME", str(cache_folder))
         patch.setattr(cuda_cupy, "_runtime", lambda: cuda)
-        driver, blas = cuda_cupy.typed_driver(Libcuda(cuda)), products.typed_cublas(Libcublas(cuda))
+        driver, libcublas = cuda_cupy.typed_driver(Libcuda(cuda)), Libcublas(cuda)
+        blas, blas_lt = products.typed_cublas(libcublas), epilogues.typed_cublas_lt(LibcublasLt(cuda, libcublas.device_of, refuses))
         patch.setattr(cuda_cupy, "_driver", lambda: driver)
         patch.setattr(products, "_library", lambda: blas)
+        patch.setattr(epilogues, "_library", lambda: blas_lt)
         patch.setattr(device, "_MODULES", {})
         patch.setattr(device, "_PEAK_SIZE", 32)
         patch.setattr(device, "_PEAK_VALUES", 32 * 32)

@@ -91,6 +91,10 @@ def _gate_backward(gates: Tensor, up: Tensor, dy: Tensor, dgates: Tensor, dup: T
     return {3: found[0], 4: found[1]}
 
 
+def _clamp(x: Tensor, y: Tensor, *, most: float) -> dict[int, Tensor]:
+    return {1: x.clamp(-most, most)}
+
+
 def _cap(x: Tensor, y: Tensor, *, most: float) -> dict[int, Tensor]:
     return {1: most * torch.tanh(x / most)}
 
@@ -201,7 +205,7 @@ TWINS: Final[dict[str, Twin]] = {
     twin.__name__.removeprefix("_"): twin
     for twin in (
         _accumulate, _activation, _activation_backward, _adam, _add, _add_into, _add_rows, _attention, _attention_delta, _batched_matmul,
-        _cap, _column_sums, _copy, _embedding, _embedding_backward, _fill, _first_token, _gate, _gate_backward, _layer_norm,
+        _cap, _clamp, _column_sums, _copy, _embedding, _embedding_backward, _fill, _first_token, _gate, _gate_backward, _layer_norm,
         _layer_norm_backward, _linear_bias, _matmul, _rms_norm, _row_sums, _scale,
         _sum_squares, _swap_tokens,
     )
@@ -219,8 +223,8 @@ _REASONS = {
     "PyTorch has no such cache": "append_to_cache append_to_pages cached_attention combine_pages paged_attention",
     "PyTorch has no such blocks": "adam8bit decode_blocks quantised_embedding quantised_linear",
     "PyTorch has no such operation": "rotary rotary_angles rotary_angles_at route route_backward row_gate row_gate_backward",
-    "two of the others in one, or one of them in another form": "cap_backward head_norm head_norm_backward linear_activation residual_layer_norm "
-    "residual_rms_norm rms_norm_backward sgd whole_attention whole_attention_backward",
+    "two of the others in one, or one of them in another form": "cap_backward clamp_backward head_norm head_norm_backward linear_activation "
+    "residual_layer_norm residual_rms_norm rms_norm_backward sgd whole_attention whole_attention_backward",
 }
 WITHOUT: Final[dict[str, str]] = {op: reason for reason, ops in _REASONS.items() for op in ops.split()}
 """Operations without a twin, and why."""

@@ -86,6 +86,9 @@ CONFIGS: dict[str, Any] = {
 }
 """Small and odd; windows that begin and end inside tiles."""
 
+IDLE_EXPERTS = replace(CONFIGS["qwen2_moe"], num_experts=20, num_experts_per_tok=1).with_layers(1)
+"""A mixture in which no tile of a few tokens chooses most of the experts."""
+
 DECODERS = [name for name, config in CONFIGS.items() if config.objective == "causal"]
 
 

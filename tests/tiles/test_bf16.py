@@ -126,9 +126,9 @@ def _adam(m: Maker, clip: bool, decoupled: bool) -> Case:
 
 def _adam8bit(m: Maker, clip: bool) -> Case:
     codes, scales = [m.rng.integers(0, 256, (31, 300)).astype(np.uint8) for _ in range(2)], [m.positive(37) for _ in range(2)]
-    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    hyper = np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 3.0]])
     args = [m(31, 300), m.wide(31, 300), codes[0], scales[0], codes[1], scales[1], hyper, *([np.array([400.0])] if clip else []), m.wide(31, 300)]
-    return args, [0, 2, 3, 4, 5, len(args) - 1], {"row": 1, "max_norm": 1.0, "clip": clip, "master": True}
+    return args, [0, 2, 3, 4, 5, len(args) - 1], {"row": 1, "stream": 7, "tile": 2, "max_norm": 1.0, "clip": clip, "master": True}
 
 
 def _muon_update(m: Maker) -> Case:

@@ -15,6 +15,9 @@ from support.kernel_cases import Maker
 from scheduler.core.codelet import KernelChain
 from tiles.emission import codelet
 from tiles.kernels.catalog import kernel, operations, register
+from tiles.kernels.cuda import tables
+from tiles.kernels.cuda.tables import head_scratch_nbytes
+from tiles.kernels.reference.loss import Head
 from tiles.kernels.registry import registered_chains
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -38,17 +41,17 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
         return make(*shape).astype(dtype)
 
     x, y, z, vector, other = short(rows, width), short(rows, width), short(rows, width), short(width), short(width)
-    mean, rstd = make(rows), make.positive(rows)
+    mean, rstd, ids, room = make(rows), make.positive(rows), make.ids(30, rows) - 1, np.zeros(head_scratch_nbytes(rows, 21, width), np.uint8)
     tiles: Mapping[str, Sequence[np.ndarray]] = {
         "activation_backward": [x, y, z],
         "add": [x, y, z],
         "column_sums": [x, make(width)],
         "dropout": [x, np.array([1, 2], np.uint64), y],
+        "head_backward": [x, short(21, width), ids, mean, y, short(21, width).astype(np.float32), room],
+        "head_finish": [ids, mean, rstd, make(rows), make(rows), np.zeros(1)],
+        "head_forward": [x, short(21, width), ids, mean, rstd, make(rows), room.copy()],
         "layer_norm": [x, vector, other, y, mean, rstd],
         "layer_norm_backward": [x, vector, mean, rstd, y, z, short(rows, width), make(width), make(width)],
-        "linear_bias": [short(rows, 5), short(5, width), vector, y],
-        "residual_layer_norm": [x, y, vector, other, z, short(rows, width), mean, rstd],
-        "residual_rms_norm": [x, y, vector, z, short(rows, width), rstd],
         "rms_norm": [x, vector, y, rstd],
         "rms_norm_backward": [x, vector, rstd, y, z, make(width)],
     }
@@ -56,8 +59,10 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
         "activation_backward": {"kind": "gelu_new"},
         "column_sums": {"accumulate": True},
         "dropout": {"p": 0.3, "stream": 4, "shape": (2 * rows, 2 * width), "origin": (rows, width)},
+        "head_backward": {"num_c": 1, "v_start": 0, "scale": 0.1, "first": True, "accumulate": True},
+        "head_finish": {"scale": 0.1},
+        "head_forward": {"num_c": 1, "v_start": 0, "vocab": 30, "first": True},
         "layer_norm_backward": {"accumulate": False, "residual": True},
-        "linear_bias": {"trans_b": False},
         "rms_norm_backward": {"accumulate": True, "residual": False},
     }
     return [*tiles[op]], constants.get(op, {"eps": 1e-5} if "norm" in op else {})
@@ -69,6 +74,9 @@ def linked(chain: KernelChain, rows: int, width: int, dtype: Any) -> list[Call]:
     calls = [call(NAMES[one], make, rows, width, dtype) for one in chain.kernels]
     for link in chain.links:
         calls[link.reader][0][link.argument] = calls[link.writer][0][link.result]
+    if chain.kernels[0] is kernel("head_forward", "cuda"):
+        calls[1][0][0] = calls[0][0][2]
+        calls[2][0][:3] = calls[0][0][:3]
     return calls
 
 
@@ -81,9 +89,14 @@ def copied(calls: Sequence[Call]) -> list[Call]:
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("rows", "width"), [(3, 7), (150, 136)])
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_leaves_the_bits_of_its_operations(name: str, rows: int, width: int, dtype: Any, emulator: Emulator) -> None:
-    """All results but private ones; rows that 16 bytes divide and others, and sums of several pieces of rows."""
+def test_a_chain_leaves_the_bits_of_its_operations(
+    name: str, rows: int, width: int, dtype: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All results but private ones and scratch; rows that 16 bytes divide and others, and sums of several pieces of rows."""
     chain = CHAINS[name]
+    monkeypatch.setattr(tables, "COLUMNS", 8)
+    monkeypatch.setattr(tables, "LEAST_ROWS", 40)
+    monkeypatch.setattr(tables, "_ROWS", 20)
     for backwards in (False, True):
         emulator.backwards = backwards
         single = linked(chain, rows, width, dtype)
@@ -94,23 +107,44 @@ def test_a_chain_leaves_the_bits_of_its_operations(name: str, rows: int, width: 
         private = {id(whole[link.writer][0][link.result]) for link in chain.links if link.is_private}
         for (wanted, _), (found, _) in zip(single, whole, strict=True):
             for expected, result in zip(wanted, found, strict=True):
-                assert id(result) in private or expected.tobytes() == result.tobytes()
+                assert id(result) in private or result.dtype == np.uint8 or expected.tobytes() == result.tobytes()
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_head_with_weights_of_its_own_is_computed_pass_by_pass(has_copy: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantised head is decoded for each pass; capped logits, in pieces of rows, leave the same bits either way."""
+    emulator.backwards = False
+    monkeypatch.setattr(tables, "COLUMNS", 8)
+    monkeypatch.setattr(tables, "LEAST_ROWS", 40)
+    monkeypatch.setattr(tables, "_ROWS", 20)
+    chain = CHAINS["head_forward + head_finish + head_backward"]
+    calls = linked(chain, 150, 16, BF16)
+    for number in (0, 2):
+        calls[number][1]["how"] = Head(cap=2.0)
+    if has_copy:
+        calls[2][0][1] = calls[2][0][1].copy()
+    whole = copied(calls)
+    for one, (arrays, constants) in zip(chain.kernels, calls, strict=True):
+        one(*map(on_device, arrays), **constants)
+    chain.run([([on_device(array) for array in arrays], constants) for arrays, constants in whole])
+    for (expected, _), (results, _) in zip(calls[1:], whole[1:], strict=True):
+        assert [one.tobytes() for one in expected if one.dtype != np.uint8] == [one.tobytes() for one in results if one.dtype != np.uint8]
 
 
 def test_what_is_chained() -> None:
-    """Sums before norms, with the bias of the product before them; biases before dropout; sums before gradients of norms; gradients of biases."""
+    """Sums before norms and before their gradients; gradients of biases with what makes their slopes; both passes of a head."""
     norms = {"layer_norm", "rms_norm"}
-    before = {f"{ops} + {norm}" for norm in norms for ops in ("add", "linear_bias + add", "linear_bias + residual")}
-    expected = {name.replace("residual + ", "residual_") for name in before}
+    expected = {f"add + {norm}" for norm in norms}
     expected |= {f"{ops} + {norm}_backward" for norm in norms for ops in ("add", "add + add")}
     expected |= {f"{ops}layer_norm_backward + column_sums" for ops in ("", "add + ", "add + add + ")}
-    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "linear_bias + dropout"}
+    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "dropout + column_sums", "head_forward + head_finish + head_backward"}
 
 
 @pytest.mark.usefixtures("own_kernels")
 def test_a_kernel_of_the_program_is_in_no_chain() -> None:
     """Neither as the first nor as a later one."""
     assert codelet("add").chains
-    register("add", "cuda")(lambda *tiles, **constants: None)
+    for op in ("add", "column_sums"):
+        register(op, "cuda")(lambda *tiles, **constants: None)
     assert not codelet("add").chains
-    assert codelet("add").cuda not in {one for chain in codelet("linear_bias").chains for one in chain.kernels}
+    assert codelet("column_sums").cuda not in {one for chain in codelet("activation_backward").chains for one in chain.kernels}

@@ -28,9 +28,10 @@ from scheduler.drivers.gpu import Flow
 from scheduler.storage import device as storage
 from scheduler.storage.device import DeviceArena, PinnedRange
 from tiles.kernels.catalog import kernel
-from tiles.kernels.cuda import device, launch, products
+from tiles.kernels.cuda import device, epilogues, launch, products
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.device import CudaDevice
+from tiles.kernels.cuda.epilogues import CublasLt
 from tiles.kernels.cuda.launch import Arguments, KernelSource
 from tiles.kernels.cuda.products import Cublas
 from tiles.kernels.reference.attention import Pair
@@ -170,9 +171,16 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
         step,
         "numbers lie",
     ),
-    "wrong type of elements": (replaced(products, "_TYPES", lambda inner: {**inner, BF16: 2}), short, r"has the types \(2, 2"),
+    "wrong type of elements": (replaced(products, "TYPES", lambda inner: {**inner, BF16: 2}), short, r"has the types \(2, 2"),
     "wrong type of sums": (replaced(products, "_FP32", lambda inner: 64), step, "got 64"),
     "sums rounded in between": (replaced(products, "_SUMS_IN_FP32", lambda inner: 0), step, "rounded in between"),
+    "a product that leaves out its bias": (replaced(epilogues, "_EPILOGUE_BIAS", lambda inner: 1), step, "epilogue 1 of types"),
+    "parts of a biased product rounded in between": (replaced(epilogues, "_SUMS_IN_FP32", lambda inner: 7), step, "in another type than its sums"),
+    "the bias of a plan": (
+        replaced(CublasLt, "_start", lambda inner: lambda blas, plan, product, bias, stream: inner(blas, plan, product, product.a, stream)),
+        step,
+        "",
+    ),
     "an address that is not aligned": (replaced(KernelSource, "start", _moved(2)), step, "is read in units of"),
     "an address behind the memory": (replaced(KernelSource, "start", _moved(1 << 40)), step, "points to no memory of a device"),
     "stale arguments": (replaced(Arguments, "fill", lambda inner: _filled_once(inner)), pressed, ""),
@@ -217,7 +225,7 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
         "a grid has",
     ),
     "a workspace that the stream has taken": (
-        replaced(Cublas, "use", lambda inner: lambda blas, stream: blas._check(blas._library.cublasSetStream_v2(blas._handle, stream))),
+        replaced(Cublas, "use", lambda inner: lambda blas, stream: blas._check(blas._library.cublasSetStream_v2(blas.handle, stream))),
         step,
         "the stream has taken the workspace away",
     ),
@@ -250,6 +258,7 @@ def _uncut(inner: Any) -> Any:
     return pieces
 
 
+@pytest.mark.filterwarnings("ignore:cuBLASLt has no product with a bias")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a small change of a call of ours, as it might be made; what is said names it, or results are others."""

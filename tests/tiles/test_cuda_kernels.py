@@ -18,7 +18,7 @@ from support.nvrtc import compile_source, instructions, library
 
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu.loss import loss_scratch_nbytes
-from tiles.kernels.cuda import launch, norm
+from tiles.kernels.cuda import launch, norm, tables
 from tiles.kernels.cuda.tables import head_scratch_nbytes
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import Head
@@ -185,9 +185,15 @@ def test_sums_over_many_rows(
 
 @needs_compiler
 @pytest.mark.parametrize("first", [False, True])
-def test_the_gradient_of_a_large_vocabulary_is_rounded_once(first: bool, emulator: Emulator) -> None:
-    """bf16, 8 blocks of columns, weights with a common mean. The error of dx is about that of its rounding; sums of columns are right."""
+@pytest.mark.parametrize(("columns", "least_rows"), [(50264, 1024), (19400, 48), (8192, 1024)])
+def test_the_gradient_of_a_large_vocabulary_is_rounded_once(
+    columns: int, least_rows: int, first: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16, logits of all, of some rows or of some columns, weights with a mean. The error of dx is about that of its rounding; sums are right."""
     emulator.backwards = False
+    monkeypatch.setattr(tables, "COLUMNS", columns)
+    monkeypatch.setattr(tables, "LEAST_ROWS", least_rows)
+    monkeypatch.setattr(tables, "_ROWS", 16)
     rng, num_rows, vocab, width = np.random.default_rng(0), 130, 50257, 16
     x = rng.standard_normal((1, num_rows, width)).astype(BF16)
     w, bias = (rng.normal(0.02, 0.02, shape).astype(BF16) for shape in ((vocab, width), (vocab,)))
@@ -238,14 +244,29 @@ def test_wide_rows(dtype: type, emulator: Emulator) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_a_table_over_many_tokens(accumulate: bool, emulator: Emulator) -> None:
+@pytest.mark.parametrize("width", [20, 6])
+def test_gradients_of_a_table_over_many_tokens(width: int, accumulate: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that occur often, in several pieces of the search, once, or in other tiles; rows nobody names are cleared or kept."""
     emulator.backwards = False
+    monkeypatch.setattr(tables, "THREADS", 32)
     rng = np.random.default_rng(0)
     tokens = rng.choice([3, 5, 6, 17, 30], (1, 700)).astype(np.int32)
     tokens[0, 299] = 9
-    dy, table = rng.standard_normal((1, 700, 20)).astype(np.float32), rng.standard_normal((16, 20)).astype(np.float32)
+    dy, table = rng.standard_normal((1, 700, width)).astype(np.float32), rng.standard_normal((16, width)).astype(np.float32)
     check("embedding_backward", [tokens, dy, table], {"v_start": 2, "accumulate": accumulate}, rtol=2e-5, atol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
+def test_a_limit_is_compared_in_the_type_of_its_numbers(dtype: Any, emulator: Emulator) -> None:
+    """0.3 is rounded up in bf16, and is within the limit; slopes beyond it are 0, whatever they would be multiplied by."""
+    emulator.backwards = False
+    limit = np.asarray(0.3, dtype)
+    beyond = np.nextafter(limit, np.asarray(1, dtype))
+    x, dy = np.array([limit, -limit, beyond, -beyond, beyond], dtype), np.array([2, 3, 4, np.inf, np.nan], dtype)
+    dx = np.empty(5, dtype)
+    kernel("clamp_backward", "cuda")(*map(on_device, (x, dy, dx)), most=0.3)
+    assert dx.tolist() == [2, 3, 0, 0, 0]
 
 
 @needs_compiler

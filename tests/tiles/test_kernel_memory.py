@@ -255,7 +255,7 @@ def _update_room(m: Maker, penalty: bool, clip: bool, nesterov: bool) -> list[np
 
 
 def _adam(m: Maker, decoupled: bool, clip: bool, master: bool) -> Call:
-    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 3.0]])
     args = [*(m.tile() for _ in range(4)), hyper, *([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
     constants = {"row": 0, "decoupled": decoupled}
     return [*args, *_update_room(m, not decoupled, clip, False)], {**constants, "max_norm": 1.0, "clip": clip, "master": master}
@@ -266,10 +266,10 @@ def _adam8bit(m: Maker, clip: bool, master: bool) -> Call:
         [np.zeros((1, m.rows, m.columns), np.uint8) for _ in range(2)],
         [np.ones(-(-m.rows * m.columns // 256), np.float32) for _ in range(2)],
     )
-    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 3.0]])
     tiles = [m.tile(), m.tile(), codes[0], scales[0], codes[1], scales[1], hyper]
     rest = [*([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
-    return [*tiles, *rest], {"row": 0, "max_norm": 1.0, "clip": clip, "master": master}
+    return [*tiles, *rest], {"row": 0, "stream": 7, "tile": 2, "max_norm": 1.0, "clip": clip, "master": master}
 
 
 def _muon(m: Maker, count: int, **constants: Any) -> Call:
@@ -397,6 +397,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "cached_attention": [lambda m, w=w, g=g: _cached(m, w, g) for w in (1, 200) for g in (1, 2)],
     "cap": _tiles(2, most=1.5),
     "cap_backward": _tiles(3, most=1.5),
+    "clamp": _tiles(2, most=1.5),
+    "clamp_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "combine_pages": [lambda m: ([m(64, 4, 6 * 512), m(64, 4, 6), m(64, 4, 6), *_table(64), m(64, 1, 6 * 512)], {"length": 1024})],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],

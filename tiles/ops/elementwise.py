@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from scheduler import REDUX, RW, Access, R, W
@@ -153,6 +154,16 @@ def capped(x: TileTensor, most: float) -> TileTensor:
 def capped_backward(y: TileTensor, dy: TileTensor, most: float) -> TileTensor:
     """dx = dy * (1 - (y / most)^2), from the output y of `capped`."""
     return _each("cap_backward", [y, dy], "d capped", most=most)[0]
+
+
+def clamped(x: TileTensor, most: float) -> TileTensor:
+    """`x` between -most and most, which is above 0 and rounded to the type of `x`, as in torch."""
+    return _each("clamp", [x], "clamped", most=float(np.asarray(most, x.dtype)))[0]
+
+
+def clamped_backward(x: TileTensor, dy: TileTensor, most: float) -> TileTensor:
+    """dx = dy if |x| <= most, rounded as in `clamped`, else 0."""
+    return _each("clamp_backward", [x, dy], "d clamped", most=float(np.asarray(most, x.dtype)))[0]
 
 
 def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[TileTensor, TileTensor]:

@@ -119,10 +119,14 @@ def moment_scales(param: TileTensor, name: str) -> TileTensor:
     return TileTensor(param.runtime, (count * per_tile,), (per_tile,), np.float32, kind="persistent", data_class="optimizer", name=name)
 
 
-def adamw8bit(update: Update, m: TileTensor, m_scales: TileTensor, v: TileTensor, v_scales: TileTensor) -> None:
-    """Compute one step of AdamW on moments in 8 bits: codes (uint8) in the parameter's tiles, and `moment_scales`, all zero before the first step."""
+def adamw8bit(update: Update, m: TileTensor, m_scales: TileTensor, v: TileTensor, v_scales: TileTensor, *, stream: int) -> None:
+    """Compute one step of AdamW on moments in 8 bits: codes (uint8) in the parameter's tiles, and `moment_scales`, all zero before the first step.
+
+    Args:
+        stream: random stream by which codes are rounded: another one for each parameter.
+    """
     same_tiling(update.param, m, v)
-    _update("adam8bit", update, [m, m_scales, v, v_scales], None, has_penalty=False)
+    _update("adam8bit", update, [m, m_scales, v, v_scales], None, has_penalty=False, stream=stream)
 
 
 def sgd(update: Update, buffer: TileTensor | None, *, nesterov: bool = False) -> None:
@@ -156,5 +160,6 @@ def _update(op: str, update: Update, moments: list[TileTensor], buffer: TileTens
         nbytes = optimizer_scratch_nbytes(prod(param.tile), itemsize, has_penalty, clip, constants.get("nesterov", False))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
+        own: dict[str, Any] = {"tile": number} if "stream" in constants else {}
         emitted = emit_on_cpu if update.cpu_only else emit
-        emitted(param.runtime, op, accesses, priority=update.priority, row=update.row, **constants, **shared)
+        emitted(param.runtime, op, accesses, priority=update.priority, row=update.row, **own, **constants, **shared)

@@ -1,7 +1,7 @@
 """Admission: a task's data gets its place on the task's node, in free memory or in that of replicas dropped for it.
 
-Admission is all or nothing. `Admission` first finds the data that a task misses and extents for it; only then it takes extents, drops replicas and
-starts copies. If dirty replicas are in the way, it starts their write-backs, and the task asks again when they have ended.
+Admission is all or nothing. `Admission` first finds the data that a task misses and extents for it (`AdmissionPlan`, or `Blocked`); only then it
+takes extents, drops replicas and starts copies. If dirty replicas are in the way, it starts their write-backs, and `dispatch` asks again later.
 
 Why this ends: a write-back needs nothing that is not reserved already, so each one ends. Replicas are dropped only for a task admitted at that
 moment, or for data that is used sooner. So each attempt of the oldest blocked task finds fewer dirty replicas in its way, and `reservations` keeps
@@ -53,7 +53,7 @@ class Missing(NamedTuple):
     unreadable: HandleRecord | None
 
 
-class Reservation(NamedTuple):
+class AdmissionPlan(NamedTuple):
     """A plan to admit a task.
 
     Attributes:
@@ -124,16 +124,16 @@ class Admission:
                 self.num_hits += num_inputs(task)
             return True
         plan = self._plan(task, present, missing)
-        if isinstance(plan, Reservation):
+        if isinstance(plan, AdmissionPlan):
             self._commit(task, plan, actions)
             return True
         if plan is not self._blocked.get(task.node):
             self._blocked[task.node] = plan
             if plan.holes is not None:
-                self._replicas.are_clean(plan.holes.victims, actions)
+                self._replicas.write_back_dirty(plan.holes.victims, actions)
         return False
 
-    def _plan(self, task: Task, present: list[Replica], missing: Missing) -> Reservation | Blocked:
+    def _plan(self, task: Task, present: list[Replica], missing: Missing) -> AdmissionPlan | Blocked:
         """Return what the task takes to be admitted, or why it cannot be admitted now. Nothing changes.
 
         Raises:
@@ -145,7 +145,7 @@ class Admission:
             raise NothingToRead(missing.unreadable)
         holes = backing = None
         if missing.new and not self._nodes[task.node].fits(missing.handles, preferred=True):
-            planned = self._plan_holes(task, sorted([handle.spec.size for handle in missing.handles], reverse=True))
+            planned = self._plan_extents(task, sorted([handle.spec.size for handle in missing.handles], reverse=True))
             if isinstance(planned, Blocked):
                 return planned
             holes = planned
@@ -153,10 +153,10 @@ class Admission:
             backing = self._replicas.plan_backing(missing.unbacked)
             if backing is None:
                 return Blocked(task)
-        return Reservation(present, missing, holes, backing)
+        return AdmissionPlan(present, missing, holes, backing)
 
-    def _plan_holes(self, task: Task, sizes: Sequence[int]) -> Holes | Blocked:
-        """Return holes of these sizes on the task's node over replicas that can be dropped at once.
+    def _plan_extents(self, task: Task, sizes: Sequence[int]) -> Holes | Blocked:
+        """Return holes of these sizes, descending, on the task's node over replicas that can be dropped at once.
 
         Clean replicas that are not needed soon are preferred; otherwise the eviction policy decides. What the task itself uses stays.
         """
@@ -232,7 +232,7 @@ class Admission:
                 unreadable = handle
         return Missing(new, handles, unbacked, copies, unreadable) if new or copies else None
 
-    def _commit(self, task: Task, plan: Reservation, actions: list[Action]) -> None:
+    def _commit(self, task: Task, plan: AdmissionPlan, actions: list[Action]) -> None:
         """Reserve backing replicas, drop victims, install the task's new replicas, pin all that it uses, and start its copies."""
         node_id, replicas, present, missing = task.node, self._replicas, plan.present, plan.missing
         node, handles = self._nodes[node_id], missing.handles

@@ -9,6 +9,7 @@ from ..events import Action, MoveTile
 from ..records import NEWEST, SCRATCH, HandleRecord, NodeId, Replica, Task
 from . import coherence
 from .replicas import Replicas
+from .victim_selection import is_droppable
 
 
 class Compaction:
@@ -73,7 +74,10 @@ class Compaction:
     def _make_hole(self, node_id: NodeId, missing: int, actions: list[Action], kept: Collection[HandleRecord] = ()) -> bool:
         """Make one hole of all that is free or may be dropped on the node, if it then has `missing` bytes; the handles `kept` stay."""
         victims = self._plan_hole(node_id, missing, kept)
-        if victims is None or not self._replicas.are_clean(victims, actions):
+        if victims is None:
+            return False
+        if not all(map(is_droppable, victims)):
+            self._replicas.write_back_dirty(victims, actions)
             return False
         self._replicas.evict(victims, actions)
         self._compact(node_id, actions)

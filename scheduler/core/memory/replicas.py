@@ -359,14 +359,11 @@ class Replicas:
         if victim.pins == victim.outgoing:  # as good as clean from now on
             self.candidates[victim.node].add(victim)
 
-    def are_clean(self, victims: Sequence[Replica], actions: list[Action]) -> bool:
-        """Whether the victims can be dropped at once; if not, start the missing write-backs."""
-        if all(map(is_droppable, victims)):
-            return True
+    def write_back_dirty(self, victims: Sequence[Replica], actions: list[Action]) -> None:
+        """Start the write-backs without which victims cannot be dropped."""
         for victim in victims:
             if not victim.pins and coherence.is_needed(victim):
                 self.write_back(victim, actions)
-        return False
 
     def break_tier(self, error: BaseException) -> None:
         """Keep dirty data in place from now on, because the last tier has failed."""

@@ -7,6 +7,7 @@ them, those of each size, and tiny ones. `hole_search` chooses holes for which t
   memory whole.
 - A tiny replica counts like one of `TINY_COST` times that size. Tiny ones were almost half of all copies of a GPT-2 step, each as slow as a tile's.
 
+A queue is sorted by the policy's key; between queues, prices are compared, and between holes the costs, prices times bytes (`Candidates._cost`).
 A candidate has one entry. It leaves the queues when the replica is dropped. Entries of replicas in use are skipped; those whose next use or dirtiness
 has changed are entered anew when they are chosen.
 """
@@ -147,7 +148,7 @@ class Candidates:
             kept: replicas that must stay.
         """
         self._begin(kept)
-        holes = self._plan_holes(sizes, self._same_size)
+        holes = self._current_holes(sizes, self._same_size)
         self._end(kept)
         return holes
 
@@ -158,11 +159,11 @@ class Candidates:
             kept: replicas that must stay.
         """
         self._begin(kept)
-        holes = self._plan_holes(sizes, lambda size: self._clean_of_size(size, later_than), later_than)
+        holes = self._current_holes(sizes, lambda size: self._clean_of_size(size, later_than), later_than)
         self._end(kept)
         return holes
 
-    def _plan_holes(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
+    def _current_holes(self, sizes: Sequence[int], of_size: Callable[[int], Replica | None], clean_later_than: float | None = None) -> Holes | None:
         """Return the holes of `_cheapest` once all of their victims have current entries."""
         outdated: Iterable[Replica] = ()
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -37,8 +38,21 @@ def logits_of(path: Path, batch: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(our_logits(model, batch))
 
 
-def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int]) -> Path:
-    """A file without keys and tensors that end in `left_out`, and with other numbers of some keys."""
+def without(
+    source: Path,
+    target: Path,
+    left_out: str,
+    changes: Mapping[str, int],
+    *,
+    is_apart: bool = False,
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Path:
+    """A file without keys and tensors that end in `left_out`, and with other numbers of some keys.
+
+    Args:
+        is_apart: whether the file has a tensor for each expert, as llama.cpp's converter first wrote them.
+        more: fp32 tensors to add, or to put in the place of others.
+    """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -46,8 +60,14 @@ def without(source: Path, target: Path, left_out: str, changes: Mapping[str, int
             value = changes.get(key.rpartition(".")[2], field.contents())
             writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
     for tensor in reader.tensors:
-        if not (left_out and tensor.name.endswith(left_out)):
-            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        pieces = {tensor.name: np.array(tensor.data)}
+        if is_apart and tensor.name.endswith("_exps.weight"):
+            pieces = {tensor.name.replace("_exps.weight", f".{expert}.weight"): values for expert, values in enumerate(pieces[tensor.name])}
+        for name, values in pieces.items():
+            if not (left_out and name.endswith(left_out)) and name not in more:
+                writer.add_tensor(name, values, raw_dtype=tensor.tensor_type)
+    for name, values in more.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,6 +139,49 @@ def test_incomplete_files_are_refused(
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_first_files_of_mixtral(tmp_path: Path, kind: str) -> None:
+    """A tensor for each expert gives the bits of one tensor for all, also when the file is written anew; one that is missing is named."""
+    config = wide(expressible("mixtral"))
+    whole = write_theirs(tmp_path / "whole.gguf", hf_model(config), kind=kind)
+    old, batch = without(whole, tmp_path / "old.gguf", "", {}, is_apart=True), random_batch(config, 3)
+    expected = logits_of(whole, batch)
+    assert logits_of(old, batch).tobytes() == expected.tobytes()
+    write_gguf(opened(old), tmp_path / "new.gguf", Conversion(kind.lower()))
+    assert {"blk.0.ffn_up_exps.weight", "blk.2.ffn_down_exps.weight"} <= {tensor.name for tensor in gguf.GGUFReader(tmp_path / "new.gguf").tensors}
+    assert logits_of(tmp_path / "new.gguf", batch).tobytes() == expected.tobytes()
+    broken = without(whole, tmp_path / "broken.gguf", "blk.1.ffn_down.2.weight", {}, is_apart=True)
+    with pytest.raises(DataError, match=r"has no tensor model\.layers\.1\.block_sparse_moe\.experts\.2\.w2\.weight"):
+        logits_of(broken, batch)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "key"),
+    [
+        ("gate", (95, 64), "feed_forward_length"),
+        ("up", (96, 63), "embedding_length"),
+        ("down", (64, 97), "feed_forward_length"),
+        ("down", (65, 96), "embedding_length"),
+        ("down", (96,), "feed_forward_length"),
+    ],
+)
+def test_a_wrong_size_of_one_expert_names_the_file(tmp_path: Path, layer: str, shape: tuple[int, ...], key: str) -> None:
+    """Before memory is taken, also in blocks after the first."""
+    whole = write_theirs(tmp_path / "whole.gguf", hf_model(wide(expressible("mixtral"))))
+    name, path = f"blk.1.ffn_{layer}.3.weight", tmp_path / "broken.gguf"
+    without(whole, path, "", {}, is_apart=True, more={name: np.zeros(shape, np.float32)})
+    with pytest.raises(StorageError, match=rf"llama\.{key} in .*broken\.gguf is \d+, and {name} has shape"):
+        read(path, ModelTiling())
+
+
+def test_an_expert_that_is_there_twice(tmp_path: Path) -> None:
+    """Alone and in the tensor of all experts."""
+    whole = write_theirs(tmp_path / "whole.gguf", hf_model(wide(expressible("mixtral"))))
+    without(whole, tmp_path / "twice.gguf", "", {}, more={"blk.1.ffn_up.3.weight": np.zeros((96, 64), np.float32)})
+    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.3\.weight in .*twice\.gguf has the same weights as another tensor, blk\.1\.ffn_up_exps"):
+        read(tmp_path / "twice.gguf", ModelTiling())
+
+
 @pytest.mark.parametrize("left_out", ["expert_feed_forward_length", "expert_shared_feed_forward_length"])
 def test_sizes_of_experts_in_older_files(tmp_path: Path, left_out: str) -> None:
     """As in llama.cpp, experts share the width by default, and the shared expert has all of it."""
@@ -134,6 +197,7 @@ def test_sizes_of_experts_in_older_files(tmp_path: Path, left_out: str) -> None:
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
         ("qwen3_moe", {"mlp_only_layers": (1,)}, "no tensor|mlp_only_layers|has no name"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("olmoe", {"clip_qkv": 0.75}, "clip_qkv 0.75"),
     ],
 )
 def test_models_that_llama_cpp_cannot_compute(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from support.gpt2_oracle import relative
-from support.quantised_directories import write_plain, write_quantised
+from support.quantised_directories import write_decoded, write_plain, write_quantised
 from support.transformers_oracle import (
+    BATCH,
     CONFIGS,
+    LENGTH,
     hf_gradients,
     hf_loss,
     hf_model,
@@ -25,6 +28,7 @@ from support.transformers_oracle import (
     state_of,
     tiles,
 )
+from transformers import AutoModelForCausalLM
 
 from nntask import AdamW
 from nntask.adapters.lora import LoRA, add_adapters
@@ -40,6 +44,7 @@ from nntask.nn.experts import balance_loss, routed
 from nntask.optim.optimizers import decay_groups
 from nntask.tiling.model_tiling import ModelTiling, generation_tiling
 from scheduler import InlineRuntime, Runtime
+from scheduler.core.records import RAM
 from tiles import TileTensor
 
 KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -99,6 +104,23 @@ def test_norm_topk_prob_changes_what_it_says(kind: str) -> None:
     assert relative(*found) > 1e-3
 
 
+def test_clipped_queries_keys_and_values() -> None:
+    """clip_qkv limits them after their norms and before rotation; loss and gradients are those of transformers."""
+    config = replace(CONFIGS["olmoe"], clip_qkv=0.75)
+    theirs, batch = hf_model(config), random_batch(config, 1)
+    model = our_model(theirs, config, tiles(config), InlineRuntime())
+    expected = hf_loss(theirs, config, batch)
+    expected.backward()
+    loss = model(**written(model, batch))
+    loss.backward()
+    assert loss.read()[0] == pytest.approx(expected.item(), rel=2e-5)
+    ours, free = our_gradients(model), our_model(theirs, CONFIGS["olmoe"], tiles(config), InlineRuntime())
+    for name, gradient in hf_gradients(theirs).items():
+        assert relative(ours[name], gradient) < 1e-5, name
+    assert relative(our_logits(free.eval() or free, batch), our_logits(model.eval() or model, batch)) > 1e-3
+    assert config_from_dict(theirs.config.to_dict() | {"architectures": ["OlmoeForCausalLM"]}).description == config.description
+
+
 def test_experts_without_tokens_decay_as_in_torch() -> None:
     """transformers holds all experts in one parameter: gradients of those without tokens are zero, and AdamW moves and decays them."""
     config = replace(CONFIGS["olmoe"], num_experts=40, num_experts_per_tok=1)
@@ -124,6 +146,30 @@ def test_experts_without_tokens_decay_as_in_torch() -> None:
     expected = state_of(theirs)
     for name, array in config.names.to_hf({key: tensor.read() for key, tensor in model.tensors().items()}, config).items():
         assert relative(array, expected[name]) < 2e-3 if name not in idle else relative(array, expected[name]) < 1e-4, name
+
+
+def test_learnt_experts_without_tokens_run_once_a_step() -> None:
+    """Their first backward task writes zeros; their other tasks are skipped, and gradients are those of one tile."""
+    config = replace(CONFIGS["olmoe"], num_experts=40, num_experts_per_tok=1)
+    theirs, batch, gradients, skipped = hf_model(config), random_batch(config, 1), [], []
+    for tiling in (ModelTiling(1, 4, 16, 24, -1, 31), ModelTiling(BATCH, LENGTH, 16, 24, -1, 31)):
+        with Runtime(1) as runtime:
+            model = our_model(theirs, config, tiling, runtime)
+            loss = model(**written(model, batch))
+            runtime.wait()
+            skipped.append(runtime.stats()["skipped_tasks"])
+            loss.backward()
+            runtime.wait()
+            skipped.append(runtime.stats()["skipped_tasks"] - skipped[-1])
+            gradients.append(our_gradients(model))
+    in_tiles, backward, alone, backward_alone = skipped
+    num_tasks = 2 * 40 * config.num_hidden_layers  # of a pass and a tile of tokens, since I is two tiles
+    assert 0.8 * 15 * num_tasks < in_tiles < 15 * num_tasks  # four tokens choose four experts at most
+    assert in_tiles - num_tasks < backward < in_tiles
+    assert 0 < alone < num_tasks
+    assert backward_alone == 0
+    for name, gradient in gradients[0].items():
+        assert relative(gradient, gradients[1][name]) < 1e-5 or not gradients[1][name].any(), name
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -244,7 +290,7 @@ def test_missing_weights_are_not_ignored(tmp_path: Path, left_out: str) -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise in x.json must be 0.0"),
         ("mixtral", {"router_aux_loss_coef": -0.1}, "router_aux_loss_coef in x.json must be 0 or above, and finite, got -0.1"),
         ("mixtral", {"num_experts": 4}, "x.json has num_local_experts twice"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv in x.json must be null"),
+        ("olmoe", {"clip_qkv": 0}, "clip_qkv in x.json must be positive and finite, got 0"),
         ("olmoe", {"head_dim": 4}, "head_dim in x.json must be hidden_size / num_attention_heads = 8, got 4"),
     ],
 )
@@ -277,28 +323,70 @@ def test_adapters_leave_routers_and_experts_alone(kind: str) -> None:
     assert all(parameter.gradient is None for parameter in model.parameters() if not parameter.trainable)
 
 
+def chosen_experts(directory: Path, ids: list[int]) -> list[set[tuple[int, int]]]:
+    """For each token, the experts that transformers chooses, as (layer, expert)."""
+    model = AutoModelForCausalLM.from_pretrained(directory, output_router_logits=True)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).router_logits  # (T, E) of each layer
+    best = torch.stack([scores.topk(model.config.num_experts_per_tok).indices for scores in logits])
+    return [{(layer, int(expert)) for layer, row in enumerate(best[:, token]) for expert in row} for token in range(len(ids))]
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+class Absent:
+    """The bytes of each expert that are not in memory, at each end of a routing task: dictionaries by (layer, expert).
+
+    It looks at the events of a runtime's machine before they are handled.
+    """
+
+    def __init__(self, runtime: Runtime, model: Any) -> None:
+        self.at_choices: list[dict[tuple[int, int], int]] = []
+        self._records: dict[tuple[int, int], list[Any]] = {}
+        for name, tensor in model.tensors().items():
+            if match := re.match(r"layers\.(\d+)\..*experts\.(\d+)\.", name):
+                records = [tensor[index].record for index in np.ndindex(*tensor.grid)]
+                self._records.setdefault((int(match[1]), int(match[2])), []).extend(records)
+        machine: Any = runtime._executor.machine
+        self._handle, machine.handle = machine.handle, self.handle
+
+    def handle(self, event: Any) -> Any:
+        """Pass an event on."""
+        if getattr(event, "flags", None) is not None:
+            absent = {
+                expert: sum(record.spec.nbytes for record in records if RAM not in record.replicas) for expert, records in self._records.items()
+            }
+            self.at_choices.append(absent)
+        return self._handle(event)
+
+
 @pytest.mark.parametrize("kind", ["", "q4_0"])
 def test_generation_fetches_chosen_experts_only(tmp_path: Path, kind: str) -> None:
-    """In a quarter of the memory, above files: a token moves at most the weights of the experts that it chose, and all others once."""
+    """In a quarter of the memory, above files, a token reads the weights of the experts that transformers' router chooses for it, unless they are in
+    memory, and nothing else."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
-    config = replace(CONFIGS["olmoe"], **sizes, num_experts=64, num_experts_per_tok=2)
+    num_layers = 8 if kind else 2  # a decoded matrix is as large as seven encoded ones, and must be a small part of the memory
+    config = replace(CONFIGS["olmoe"], **sizes, num_experts=64, num_experts_per_tok=2, num_hidden_layers=num_layers)
     write_plain(tmp_path / "model", config)
     if kind:
-        write_quantised(tmp_path / "model", tmp_path / "small", kind)
-    source, count = ModelSource.open(tmp_path / ("small" if kind else "model")), 24
-    sizes = {name: tensor.nbytes for name, tensor in source.build(InlineRuntime(), generation_tiling(config), "fp32").tensors().items()}
-    of_all, of_experts = sum(sizes.values()), sum(nbytes for name, nbytes in sizes.items() if ".experts." in name)
-    of_expert, of_others = of_experts // (64 * config.n_layer), of_all - of_experts
+        write_decoded(tmp_path / "model", tmp_path / "decoded", write_quantised(tmp_path / "model", tmp_path / "small", kind))
+    source, count = ModelSource.open(tmp_path / ("small" if kind else "model")), 40
+    of_all = sum(tensor.nbytes for tensor in source.build(InlineRuntime(), generation_tiling(config), "fp32").tensors().values())
     with Runtime(1, ram=of_all // 4, disk=tmp_path / "tier") as runtime:
         model = source.build(runtime, generation_tiling(config), "fp32")
-        text = [token for (token,) in Generator(model, runtime, 64).stream([[5]], count, Sampling(temperature=0.0))]
+        text, moved, read, absent = [5], [0], [bytes_read()], Absent(runtime, model)
+        for (token,) in Generator(model, runtime, 64).stream([[5]], count, Sampling(temperature=9.0)):
+            assert token is not None
+            text.append(token)
+            moved.append(sum(nbytes for route, nbytes in runtime.stats()["moved_bytes"].items() if route.endswith("->ram")))
+            read.append(bytes_read())
         stats = runtime.stats()
-    assert len(text) == count
-    chosen = count * config.n_layer * 2 * of_expert
-    moved = sum(nbytes for route, nbytes in stats["moved_bytes"].items() if route.endswith("->ram"))
-    assert moved <= 1.05 * (chosen + of_others)
+    assert len(absent.at_choices) == count * config.n_layer
+    chosen = chosen_experts(tmp_path / ("decoded" if kind else "model"), text[:-1])
+    needed = sum(absent.at_choices[token * config.n_layer + expert[0]][expert] for token in range(1, count) for expert in chosen[token])
+    assert 0 < needed <= moved[-1] - moved[1] <= 1.05 * needed
+    assert read[-1] - read[1] <= 1.05 * needed
     assert stats["skipped_tasks"] >= count * config.n_layer * 62
-    assert chosen + of_others < count * of_all / 5  # all experts would be far more
-    num_tiles = sum(np.prod(tensor.grid) for name, tensor in model.tensors().items() if name.startswith("layers.0.") and ".experts.0." in name)
-    assert stats["conditional_hits"] + stats["conditional_misses"] == count * config.n_layer * 2 * num_tiles
-    assert 0 < stats["conditional_misses"] * of_expert // num_tiles <= moved

@@ -17,6 +17,7 @@ from nntask.nn.linear import LowRank
 from nntask.nn.module import Parameter
 from scheduler import Codelet, Handle, InlineRuntime
 from tiles import TileTensor
+from tiles.kernels.catalog import kernel
 from tiles.ops import elementwise
 
 B, T, H, D = 3, 5, 3, 6
@@ -157,10 +158,31 @@ def test_the_silu_gate_keeps_its_tasks() -> None:
 
 
 @tilings
-def test_scaled_and_capped(tile: tuple[int, int, int]) -> None:
-    """factor * x, and cap * tanh(x / cap), with their gradients."""
+def test_scaled_capped_and_clamped(tile: tuple[int, int, int]) -> None:
+    """factor * x, cap * tanh(x / cap), and x between limits, with their gradients."""
     agree(lambda x: functional.scaled(x, 2.5), lambda x: 2.5 * x, (random(B, T, 7), tile))
     agree(lambda x: functional.capped(x, 1.5), lambda x: 1.5 * torch.tanh(x / 1.5), (random(B, T, 7), tile))
+    agree(lambda x: functional.clamped(x, 0.5), lambda x: x.clamp(-0.5, 0.5), (random(B, T, 7), tile))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_clamps_are_those_of_torch(dtype: str) -> None:
+    """Also at a limit that the type rounds, beyond limits for gradients that are infinite or not a number, and for x that is not a number."""
+    kind, most = np.dtype(getattr(ml_dtypes, dtype, dtype)), 0.3
+    x = torch.tensor([0.3, -0.3, 0.25, 0.5, -0.5, 0.5, float("nan"), float("inf")]).to(getattr(torch, dtype)).requires_grad_()
+    slope = torch.tensor([1.0, 2.0, 3.0, float("inf"), float("nan"), 4.0, 5.0, 6.0], dtype=x.dtype)
+    expected = x.clamp(-most, most)
+    (gradient,) = torch.autograd.grad(expected, x, slope)
+    arrays = [tensor.detach().float().numpy().astype(kind) for tensor in (x, slope)]
+    runtime = InlineRuntime()
+    ours = [data(runtime, array[None], (-1, -1)) for array in arrays]
+    for result, theirs in ((elementwise.clamped(ours[0], most), expected), (elementwise.clamped_backward(*ours, most), gradient)):
+        np.testing.assert_array_equal(result.read()[0].astype(np.float32), theirs.detach().float().numpy())
+    for backend in ("reference", "cpu"):
+        out = np.empty(8, kind)
+        for op, given, theirs in (("clamp", arrays[:1], expected), ("clamp_backward", arrays, gradient)):
+            kernel(op, backend)(*given, out, most=most)
+            np.testing.assert_array_equal(out.astype(np.float32), theirs.detach().float().numpy(), err_msg=f"{op} {backend}")
 
 
 def test_caps_are_positive() -> None:

@@ -7,6 +7,7 @@ Reports of what goes wrong elsewhere: embeddings and heads orthogonalised (AReaL
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -42,36 +43,78 @@ class Layers(Module):
         self.allocate(runtime, np.float32, 3)
 
 
-@pytest.mark.parametrize("tile", [64, 16, 9, 7, 20])
-def test_a_model_takes_the_steps_of_torch(tile: int) -> None:
-    """Muon for matrices of layers, AdamW for the embedding and the biases, ten steps with a changing rate, clipped as a whole."""
-    model = Layers(InlineRuntime(), tile)
-    copies = {name: torch.nn.Parameter(torch.from_numpy(p.read())) for name, p in model.named_parameters().items()}
+def gradients() -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Numbers of ten steps, and random gradients of `Layers`."""
+    shapes, rng = {name: p.shape for name, p in Layers(InlineRuntime(), 64).named_parameters().items()}, np.random.default_rng(1)
+    for step in range(1, 11):
+        yield step, {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@cache
+def weights_of_torch() -> dict[str, np.ndarray]:
+    """Weights after ten steps of torch: Muon for matrices of layers, AdamW for the embedding and the biases, clipped as a whole."""
+    copies = {name: torch.nn.Parameter(torch.from_numpy(p.read())) for name, p in Layers(InlineRuntime(), 64).named_parameters().items()}
     inner = [copies["wide.weight"], copies["tall.weight"]]
     oracles = [
         torch.optim.Muon(inner, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([copies["table.weight"]], lr=1.0, weight_decay=0.1),
         torch.optim.AdamW([copies["wide.bias"], copies["tall.bias"]], lr=1.0, weight_decay=0.0),
     ]
-    optimizer = Muon(muon_groups(model, 0.1), pieces=hidden_matrices(model), max_norm=2.0)
-    rng = np.random.default_rng(1)
-    for step in range(1, 11):
-        for name, parameter in model.named_parameters().items():
-            gradient = rng.standard_normal(parameter.shape).astype(np.float32)
+    for step, given in gradients():
+        for name, gradient in given.items():
             copies[name].grad = torch.from_numpy(gradient)
-            given = parameter.data.like()
-            given.write(gradient)
-            parameter.edge.add(given)
         torch.nn.utils.clip_grad_norm_(copies.values(), 2.0)
         with in_fp32():
             for oracle in oracles:
                 oracle.param_groups[0]["lr"] = 0.1 / step
                 oracle.step()
-        optimizer.prepare(step, 0.1 / step)
+    return {name: copy.detach().numpy() for name, copy in copies.items()}
+
+
+def ten_steps(runtime: Runtime | InlineRuntime, tile: int) -> tuple[dict[str, np.ndarray], StepPlan | None]:
+    """Weights after ten steps of ours, and the plan of a step that was recorded."""
+    model = Layers(runtime, tile)
+    parameters, recorded = model.named_parameters(), None
+    optimizer = Muon(muon_groups(model, 0.1), pieces=hidden_matrices(model), max_norm=2.0)
+    inputs = {name: p.data.like(kind="input", name=f"gradient of {name}") for name, p in parameters.items()}
+
+    def emit() -> None:
+        for name, parameter in parameters.items():
+            parameter.edge.add(inputs[name])
         optimizer.step()
         assert all(parameter.gradient is None for parameter in model.parameters())
-    for name, parameter in model.named_parameters().items():
-        assert np.abs(parameter.read() - copies[name].detach().numpy()).max() < 1e-5, name
+
+    for step, given in gradients():
+        for name, gradient in given.items():
+            inputs[name].write(gradient)
+        optimizer.prepare(step, 0.1 / step)
+        if isinstance(runtime, InlineRuntime):
+            emit()
+            continue
+        if recorded is None:
+            with runtime.record() as recorded:
+                emit()
+        recorded.replay()
+        runtime.wait()
+    return {name: p.read() for name, p in parameters.items()}, None if recorded is None else recorded.plan
+
+
+@pytest.mark.parametrize("tile", [64, 16, 9, 7, 20])
+def test_a_model_takes_the_steps_of_torch(tile: int, tmp_path: Path) -> None:
+    """Five tilings, in memory and in a quarter of it above a disk, with the same bits."""
+    weights, _ = ten_steps(InlineRuntime(), tile)
+    for name, want in weights_of_torch().items():
+        assert np.abs(weights[name] - want).max() < 1e-5, name
+    with Runtime(1, ram=1 << 24) as runtime:
+        roomy, plan_of_step = ten_steps(runtime, tile)
+    assert plan_of_step is not None
+    memory = max(plan_of_step.needed_bytes() // 4, plan_of_step.largest_task())
+    with Runtime(2, ram=memory, disk=tmp_path) as runtime:
+        short, _ = ten_steps(runtime, tile)
+        assert runtime.stats()["moved_bytes"]["ram->disk"] > 0
+    for name, want in weights.items():
+        np.testing.assert_array_equal(roomy[name], want)
+        np.testing.assert_array_equal(short[name], want)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "llama adapters"])
@@ -134,10 +177,17 @@ def have_codes(optimizer: Optimizer) -> bool:
 @pytest.mark.usefixtures("small_moments")
 @pytest.mark.parametrize("optimizer", OTHERS)
 @pytest.mark.parametrize(
-    ("workers", "sims", "sched", "share"), [(3, 0, "lws", 0.0), (2, 0, "prio", 0.25), (0, 2, "dmda", 0.0), (0, 2, "prio", 0.25)], ids=str
+    ("workers", "sims", "sched", "share"),
+    [
+        *((3, 0, sched, 0.0) for sched in ("eager", "lws", "dmdas")),
+        *((2, 0, sched, 0.25) for sched in ("prio", "dm")),
+        *((0, 2, sched, 0.0) for sched in ("dmda", "reuse")),
+        *((0, 2, sched, 0.25) for sched in ("prio", "dmdas")),
+    ],
+    ids=str,
 )
 def test_schedules_change_no_bits(workers: int, sims: int, sched: str, share: float, optimizer: str, tmp_path: Path) -> None:
-    """Three workers, a quarter of the memory above a disk, two devices with and without room: losses and norms of steps with dropout and clipping."""
+    """All policies on workers, in a quarter of the memory above a disk, on two devices with and without room: losses and norms of clipped steps."""
     memory = max(int(plan(optimizer).needed_bytes() * share), plan(optimizer).largest_task()) if share else 1 << 28
     options = {"sim_gpus": sims, "gpu_memory": memory} if sims else {}
     with Runtime(workers, ram=memory if share else 1 << 28, disk=tmp_path if share else None, sched=sched, **options) as runtime:

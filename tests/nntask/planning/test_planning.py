@@ -23,6 +23,7 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.runtimes import open_runtime
 from nntask.io.units import format_least, parse_size
 from nntask.models.gpt2 import GPT2Config
+from nntask.models.mixtures import OlmoeConfig
 from nntask.planning import fit_advice, memory_fit, run_candidates, virtual_replay
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
@@ -35,6 +36,7 @@ from scheduler.planning.choice import NEAR, PLAIN
 from scheduler.planning.orders import candidates
 from scheduler.planning.step_structure import structure_of
 from scheduler.simulation import Simulation, simulate
+from wrappers.cli.commands import plan as plan_command
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 WIDE = replace(CONFIG, n_embd=128)
@@ -79,6 +81,24 @@ def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     assert beside is not None
     assert beside.peak_bytes["ram"] == alone.peak_bytes["ram"] + 3 * PAGE
     assert beside.peak_bytes_by_class["ram"]["scratch"] == alone.peak_bytes_by_class["ram"]["scratch"] + 3 * PAGE
+
+
+def test_plans_of_mixtures_have_the_expected_costs_and_the_worst_case() -> None:
+    """Of 16 frozen experts on the disk, a tile of two tokens reads few, and the budget holds all; dense plans have no worst case."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = OlmoeConfig(**sizes, max_position_embeddings=32, num_experts=16, num_experts_per_tok=1)
+    tiling = TilingSettings(batch=1, minibatch=1, minibatch_tile=1, seq_tile=2)
+    run = replace(settings(ram="600KiB", disk="scratch:1GiB"), tiling=tiling)
+    run = replace(run, model=replace(run.model, seq_len=8), optimizer=replace(run.optimizer, train="lora:2"))
+    plan = plan_run(run, config)
+    moved, worst = sum(plan["moved_bytes_per_step"].values()), plan["worst_case"]
+    assert plan["feasible"]
+    assert 0 < moved < 0.6 * worst["moved_bytes_per_step"]
+    assert plan["seconds_per_step"] < worst["seconds_per_step"]
+    lines = "\n".join(plan_command._lines(plan))
+    assert f"expected            {moved / 1e9:.2f} GB moved and" in lines
+    assert f"worst case          {worst['moved_bytes_per_step'] / 1e9:.2f} GB moved and" in lines
+    assert plan_run(settings(), CONFIG)["worst_case"] is None
 
 
 @pytest.mark.long

@@ -147,7 +147,7 @@ def test_a_line_has_every_field_and_no_other(tmp_path, file):
     """metrics.jsonl is an interface."""
     train(tmp_path / "a", file, steps=3)
     wanted = "step loss lr grad_norm tokens seconds tokens_per_second tflops mfu resident_peak_bytes moved_bytes evictions wait_seconds"
-    wanted += " stall_seconds hit_rate busy_seconds worker_stall_seconds recomputed_tasks recompute_seconds"
+    wanted += " stall_seconds hit_rate busy_seconds worker_stall_seconds recomputed_tasks recompute_seconds skipped_tasks"
     for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines():
         assert list(json.loads(line)) == wanted.split()
     first = read_metrics(tmp_path / "a" / "metrics.jsonl")[0]
@@ -245,6 +245,7 @@ class NoCounters:
             "worker_stall_seconds": {},
             "recomputed_tasks": 0,
             "recompute_seconds": 0.0,
+            "skipped_tasks": 0,
         }
         return nothing
 
@@ -283,6 +284,7 @@ class Traffic(Flights):
             "worker_stall_seconds": {"cpu:0": float(self.moved)},
             "recomputed_tasks": 3 * self.moved,
             "recompute_seconds": self.moved / 4,
+            "skipped_tasks": 2 * self.moved,
         }
         self.peak = 0 if forget_recent_peak else self.peak
         return found
@@ -310,7 +312,7 @@ def test_what_happens_between_steps_is_in_no_line(tmp_path, file):
     for line in lines:
         assert (line["moved_bytes"], line["evictions"], line["stall_seconds"], line["resident_peak_bytes"]) == ({"ram->disk": 1}, 1, 1.0, {"ram": 1})
         assert (line["busy_seconds"], line["worker_stall_seconds"]) == ({"cpu:0": 0.0}, {"cpu:0": 1.0})
-        assert (line["recomputed_tasks"], line["recompute_seconds"]) == (3, 0.25)
+        assert (line["recomputed_tasks"], line["recompute_seconds"], line["skipped_tasks"]) == (3, 0.25, 2)
         assert line["wait_seconds"] == pytest.approx(line["seconds"])
         assert line["hit_rate"] == pytest.approx(10 / 11)
     assert around(loop.journal.own, engine.stats()) == {"moved_bytes": {"ram->disk": 550}, "evictions": 550, "stall_seconds": 550.0}

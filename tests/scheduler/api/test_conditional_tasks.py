@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from support.late_gpu import COUNT, FILL, Numbers, Place, both, gpus
 
+from nntask.telemetry.tracing import facts_of, steps_of_tasks
 from scheduler import Codelet, Condition, InlineRuntime, Runtime, TaskError, TaskRuntime
+from scheduler.execution.trace import SKIPPED, Trace
 from scheduler.storage.device import DeviceMemory
 
 NUM_EXPERTS = 12
@@ -56,6 +59,7 @@ def advance(token: np.ndarray) -> None:
 
 
 CHOOSE, APPLY, ADVANCE = both("choose", choose), both("apply", apply), both("advance", advance)
+ADD = both("add", lambda total, other: np.add(total, other, out=total))
 COPY = both("copy", lambda token, copy: np.copyto(copy, token))
 DECODE = both("decode", lambda weight, decoded, flags: np.copyto(decoded, weight))
 
@@ -171,7 +175,35 @@ def test_experts_of_a_group_are_skipped_by_their_flags() -> None:
             step.replay()
         assert mixture.result().tobytes() == expected.tobytes()
         assert len(step.plan.tasks) == 3
-        assert runtime.stats()["skipped_tasks"] == 0
+        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(experts) for experts in chosen(9))
+
+
+def test_a_trace_has_the_skipped_tasks(tmp_path: Path) -> None:
+    """As instants, so that the tasks of every replay are all there, and viewers count no time for them."""
+    trace = Trace()
+    with Runtime(2, ram=MIB, trace=trace) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record() as step:
+            mixture.step()
+        trace.active = False
+        for number in range(9):
+            runtime.wait()
+            trace.active = number >= 4
+            step.replay()
+        runtime.wait()
+        assert step.plan is not None
+        ran = list(trace.tasks())
+        skips = [task for task in ran if task[5] == SKIPPED]
+        assert len(skips) == sum(NUM_EXPERTS - len(experts) for experts in chosen(9)[4:])
+        placed = steps_of_tasks(ran, step.first_tasks, len(step.plan.tasks), 1, 5)
+        assert sorted(at for at in placed if at is not None) == [(number, position) for number in range(5, 10) for position in range(NUM_EXPERTS + 2)]
+        assert {at[1] - 1 for at, task in zip(placed, ran, strict=True) if task in skips and at is not None and at[0] == 5}.isdisjoint(chosen(9)[4])
+        facts = facts_of(ran, placed, step.plan, runtime)
+        assert facts["steps"] == [5, 6, 7, 8, 9]
+        trace.write(tmp_path / "t.json", {0: "cpu:0", 1: "cpu:1"}, runtime.node_names)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["apply skipped"] * len(skips)
+    assert sum(event["name"] == "apply" for event in events if event["ph"] == "X") == sum(map(len, chosen(9)[4:]))
 
 
 def test_flags_of_a_group_decide_about_other_tasks() -> None:
@@ -236,13 +268,99 @@ def test_data_that_a_skipped_task_was_to_write_is_lost() -> None:
             runtime.wait()
 
 
+def contribute(flags: np.ndarray, weight: np.ndarray, total: np.ndarray, *, expert: int, accumulate: bool) -> None:
+    """Add an expert's weight to a sum, or begin the sum with it or with zeros."""
+    assert flags[expert] or not accumulate, f"expert {expert} adds to a sum and was not chosen"
+    total[:] = (total if accumulate else 0) + flags[expert] * weight
+
+
+CONTRIBUTE = both("contribute", contribute)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_only_the_first_contribution_to_a_sum_ignores_its_flag(machine: str, lanes: int, tmp_path: Path) -> None:
+    """A sum begins with zeros if its first contribution was not chosen; later ones are skipped, in each lane."""
+    options: dict[str, Any] = {"ram": MIB, **MACHINES[machine], "lanes": lanes}
+    if "disk" in options:
+        options["disk"] = tmp_path
+    if "gpus" in options:
+        options["gpus"] = gpus(options["gpus"], 3)
+    with Runtime(**options) as runtime:
+        mixture = Mixture(runtime)
+        totals = [runtime.handle(8 * COUNT, WEIGHT, name=f"total {expert}", kind="persistent", combine=ADD) for expert in range(NUM_EXPERTS)]
+        with runtime.record() as step:
+            for _ in range(4):
+                flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+                runtime.submit(CHOOSE, [(mixture.token, "R"), (flags, "W")], condition=Condition(flags=1))
+                for expert, (weight, total) in enumerate(zip(mixture.weights, totals, strict=True)):
+                    accesses = [(flags, "R"), (weight, "R"), (total, "REDUX")]
+                    runtime.submit(CONTRIBUTE, accesses, {"expert": expert}, condition=Condition(guard=0, number=expert))
+                runtime.submit(ADVANCE, [(mixture.token, "RW")])
+                del flags
+        assert step.plan is not None
+        assert sum(task.condition is None for task in step.plan.tasks if task.name == "contribute") == lanes * NUM_EXPERTS
+        for number in range(5):
+            step.replay()
+            experts = chosen(4 * number + 4)[-4:]
+            for expert, total in enumerate(totals):
+                with runtime.acquire(total, "R") as view:
+                    assert (view == (expert + 3) * sum(expert in each for each in experts)).all()
+        assert runtime.stats()["skipped_tasks"] == sum(NUM_EXPERTS - len(experts) for number, experts in enumerate(chosen(20)) if number % 4 >= lanes)
+
+
+def test_bounds_of_a_trace_count_skips() -> None:
+    """If each of ten tasks runs in three of five steps, their mean durations give the time that passes; medians would give that of all ten."""
+    trace = Trace()
+
+    def rotate(token: np.ndarray, flags: np.ndarray) -> None:
+        token += 1
+        flags[:] = [(number + 6 * int(token[0])) % 10 < 6 for number in range(NUM_EXPERTS)]
+
+    with Runtime(1, ram=MIB, trace=trace) as runtime:
+        mixture = Mixture(runtime)
+        with runtime.record() as step:
+            flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+            runtime.submit(both("rotate", rotate), [(mixture.token, "RW"), (flags, "W")], condition=Condition(flags=1))
+            for number in range(10):
+                accesses = [(flags, "R"), (mixture.weights[number], "R"), (mixture.out, "RW")]
+                runtime.submit(APPLY, accesses, {"expert": number}, condition=Condition(guard=0, number=number, share=0.6))
+            del flags
+        for _ in range(5):
+            step.replay()
+        runtime.wait()
+        assert step.plan is not None
+        ran, now = [], 0
+        for worker, name, task, _, _, node, accessed in trace.tasks():  # as if each that ran had taken a hundredth of a second
+            start, now = now, now + (0 if node == SKIPPED else 10_000_000)
+            ran.append((worker, name, task, start, now, node, accessed))
+        facts = facts_of(ran, steps_of_tasks(ran, step.first_tasks, len(step.plan.tasks), 1, 1), step.plan, runtime)
+    assert facts["steps"] == [1, 2, 3, 4, 5]
+    assert facts["seconds_per_step"] == pytest.approx(0.07)
+    assert facts["bounds_seconds"] == pytest.approx({"area": 0.07, "critical_path": 0.07, "link": 0.0})
+
+
+def test_a_skip_after_an_acquisition_has_a_track() -> None:
+    """The program has none, so the first worker's is taken."""
+    trace = Trace()
+    with Runtime(1, ram=MIB, trace=trace) as runtime:
+        mixture = Mixture(runtime)
+        flags = runtime.handle(NUM_EXPERTS, Flags(), name="flags")
+        runtime.submit(CHOOSE, [(mixture.token, "R"), (flags, "W")], condition=Condition(flags=1))
+        runtime.wait()
+        with runtime.acquire(mixture.out, "RW"):
+            accesses = [(flags, "R"), (mixture.weights[5], "R"), (mixture.out, "RW")]
+            runtime.submit(APPLY, accesses, {"expert": 5}, condition=Condition(guard=0, number=5))
+        runtime.wait()
+    assert [(worker, name) for worker, name, *_, node, _ in trace.tasks() if node == SKIPPED] == [(0, "apply")]
+
+
 @pytest.mark.parametrize(
     ("accesses", "condition", "message"),
     [
         ([("flags", "W"), ("out", "RW")], Condition(guard=0), "the flag that it reads, must exist with mode R, got W"),
         ([("flags", "R")], Condition(guard=1), "must exist with mode R, got none"),
         ([("flags", "R")], Condition(flags=0), "the flags that it writes, must exist with mode W or RW, got R"),
-        ([("flags", "R"), ("out", "REDUX")], Condition(guard=0), "fill the data first, and use RW"),
     ],
 )
 def test_conditions_that_do_not_match_the_accesses_are_refused(accesses: list, condition: Condition, message: str) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support.resident import least_growth
 
-from scheduler import Codelet, HandleLost, RecordingError, Runtime, TaskError
+from scheduler import Codelet, DoesNotFit, HandleLost, RecordingError, Runtime, Step, TaskError
+from scheduler.machine import StepPlan
 
 MIB = 1 << 20
 MACHINES = [
@@ -104,6 +105,34 @@ def test_what_cannot_be_recorded_is_refused_by_name(kit) -> None:  # type: ignor
             runtime.submit(kit.add, [(fresh, "RW"), (data, "R")])
         with pytest.raises(RecordingError, match=r"read an input, and .*mode RW"), runtime.record():
             runtime.submit(kit.double, [(data, "RW")])
+
+
+def test_a_check_of_the_captured_step_may_refuse_it(kit) -> None:  # type: ignore[no-untyped-def]
+    """The check gets all tasks before the step is planned, and before tasks are compared with workers and memories; its error ends the recording."""
+    on_gpus = Codelet("on GPUs", cuda=lambda out: None)
+    with Runtime(1, ram=MIB) as runtime:
+        checked: list[list[str]] = []
+
+        def check(plan: StepPlan) -> None:
+            checked.append([task.name for task in plan.tasks])
+            if len(plan.tasks) > 2:
+                raise ValueError("too many tasks")
+
+        def record(*accesses: tuple[Codelet, int]) -> Step:
+            with runtime.record(check=check) as step:
+                for codelet, nbytes in accesses:
+                    runtime.submit(codelet, [(kit.handle(runtime, count=nbytes // 8), "W")])
+            return step
+
+        with pytest.raises(ValueError, match="too many tasks"):
+            record((kit.empty, 8), (kit.empty, 2 * MIB), (on_gpus, 8))
+        with pytest.raises(DoesNotFit) as error:
+            record((kit.empty, 8), (kit.empty, 2 * MIB))
+        assert (error.value.shortage.cause, error.value.shortage.budget) == ("task", MIB)
+        with pytest.raises(ValueError, match="runs on cuda, and there are only cpu workers"):
+            record((on_gpus, 8))
+        record((kit.empty, 8)).replay().wait()
+        assert checked == [["empty", "empty", "on GPUs"], ["empty", "empty"], ["on GPUs"], ["empty"]]
 
 
 def test_tickets_expire_and_temporaries_cannot_be_read(kit) -> None:  # type: ignore[no-untyped-def]

@@ -65,11 +65,6 @@ SHORTAGES = [
         "raise the budget, or attach sources before data is written",
     ),
     (
-        Shortage("start", "ram", 4096, 8192, 8192, sizes=(AccessSize("W", "handle 1 'w'", 4096),)),
-        "handle 1 'w' must fit ram at the start of the step, but of its budget of 8,192 B 8,192 B are taken",
-        "raise the budget",
-    ),
-    (
         Shortage("step", "ram", 12288, 8192),
         "the step needs 12,288 B of ram at least, more than its budget of 8,192 B",
         "raise the budget",

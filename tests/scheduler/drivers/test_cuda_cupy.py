@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from scheduler.core.errors import DoesNotFit
+from scheduler.core.shortage import Shortage
 from scheduler.drivers import cuda_cupy
 from scheduler.drivers.cuda_cupy import CupyGpu, CupyGraph, GpuFacts, choose_gpus, find_gpus
 from scheduler.drivers.gpu import NoGpu
+from scheduler.drivers.nccl import OLDEST_CUPY, find_library
 
 
 class Cuda:
@@ -49,12 +54,23 @@ class Cuda:
     def eventDestroy(self, number: int) -> None:
         pass
 
+    def free(self, address: int) -> None:
+        pass
+
     def graphInstantiate(self, graph: int) -> int:
         self.graphs.append(graph)
         return graph
 
     def graphExecDestroy(self, number: int) -> None:
         self.graphs.remove(number)
+
+
+class FullCard:
+    """The CUDA driver of a card that has no memory left."""
+
+    def cuMemAlloc_v2(self, address: object, nbytes: int) -> int:
+        """Return the code of CUDA_ERROR_OUT_OF_MEMORY."""
+        return 2
 
 
 def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +95,26 @@ def test_cards_that_are_not_used_are_not_touched(monkeypatch: pytest.MonkeyPatch
         choose_gpus(4)
     assert refusal.value.requested == 4
     assert str(refusal.value) == f"the requested number {refusal.value.fact}; {refusal.value.remedy}"
+
+
+def test_memory_that_a_card_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's code, the bytes and those that are free."""
+    cuda = Cuda()
+    monkeypatch.setattr(cuda_cupy, "_runtime", lambda: cuda)
+    monkeypatch.setattr(cuda_cupy, "_driver", FullCard)
+    card = CupyGpu(GpuFacts(0, "Fake", 90, 1 << 31, 1 << 30))
+    with pytest.raises(DoesNotFit) as refusal:
+        card.reserve(1 << 34)
+    assert refusal.value.shortage == Shortage("reserve", card.name, 1 << 34, 1 << 30)
+    assert refusal.value.fact == f"{card.name} did not give 17,179,869,184 bytes (CUDA error 2): 1,073,741,824 of its 2,147,483,648 are free"
+    assert refusal.value.remedy == "lower the budget of the device, or end other programs that use the card"
+
+
+def test_nccl_needs_a_newer_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that is installed, and how to get another one."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="13.6.0"))
+    with pytest.raises(NoGpu, match=rf"^NCCL is used through CuPy {OLDEST_CUPY} or newer, and 13\.6\.0 is installed; pip install"):
+        find_library()
 
 
 def test_a_graph_that_nobody_has_is_given_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from scheduler.drivers.cuda import CudaCopier
 from scheduler.drivers.gpu import BOUNCE_NBYTES, IN_FLIGHT, Flow
 from scheduler.execution.trace import Trace
 from scheduler.storage import HostArena
-from scheduler.storage.device import PinnedRange
+from scheduler.storage.device import DeviceArena, PinnedRange
 
 
 def program(runtime: TaskRuntime, seed: int, num_handles: int = 10, num_tasks: int = 120) -> list[float]:
@@ -219,6 +220,30 @@ def test_a_device_that_stops_ends_the_run(when: int, tmp_path: Path) -> None:
 
     with pytest.raises(DeviceFailed, match=r"fake:1 stopped working: planted.*continue from the last checkpoint"):
         run()
+
+
+@pytest.mark.parametrize("call", ["begin", "mark", "move", "wait", "collect", "exchange"])
+def test_each_call_of_a_device_that_stops_names_it(call: str) -> None:
+    """With the error of its driver."""
+    gpu = Gpu()
+    memory = HostArena(1 << 12)
+    arena = DeviceArena(gpu, 1 << 12, PinnedRange(gpu, memory, 1 << 12))
+    flow, idle = arena.flow, Flow(gpu)
+    gpu.enter(flow.stream)
+    flow.begin()
+    flow.mark(plain_task(0, "task", ("cuda",)))
+    gpu.fails_after = 0
+    calls: dict[str, Callable[[], object]] = {
+        "begin": idle.begin,
+        "mark": flow.mark,
+        "move": lambda: flow.move(arena.address, arena.address + 64, 64),
+        "wait": flow.wait,
+        "collect": flow.collect,
+        "exchange": lambda: arena.exchange(memory.address, 0, 64, 0, writes=True),
+    }
+    with pytest.raises(DeviceFailed) as failure:
+        calls[call]()
+    assert (failure.value.device, failure.value.why) == (gpu.name, "planted: the device fell off the bus")
 
 
 def test_a_kernel_that_raises_fails_its_task() -> None:

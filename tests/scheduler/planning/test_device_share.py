@@ -151,3 +151,26 @@ def test_a_share_alone_takes_as_long_as_the_step_on_all_devices() -> None:
     of_one = step.share().task_seconds
     assert of_one == pytest.approx(step.task_seconds, rel=0.1)
     assert of_one == pytest.approx(sum(slow_updates(plan).seconds.values()), rel=0.1)
+
+
+def test_a_long_step_keeps_the_order_that_was_best_in_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of which few plans can be judged gets the same order as a short one, if that order is not among the likely ones."""
+    plan = wide_step(10, 4)
+    machine = PlanningMachine(**short(plan, 2, 0.7))
+    chosen = choose_plan(plan, AUTO, AUTO, machine)
+    monkeypatch.setattr("scheduler.planning.choice.JUDGED_TASKS", len(plan.tasks))
+    long = choose_plan(plan, AUTO, AUTO, machine)
+    assert (long.name, long.seconds) == ("layers:2", chosen.seconds)
+
+
+@pytest.mark.parametrize("recompute", [AUTO, NONE])
+def test_a_step_without_tasks_has_a_plan(recompute: str) -> None:
+    """Nothing is divided by the number of tasks."""
+    plan = StepPlan([], {})
+    assert not choose_plan(plan, AUTO, recompute, PlanningMachine(1 << 20, 1 << 20, True)).plan.tasks
+
+
+def test_a_step_without_values_to_recompute_says_so() -> None:
+    """The remedy names no operation if there is none."""
+    with pytest.raises(ValueError, match="none of its results can be recomputed, so use 'none'"):
+        choose_plan(StepPlan([], {}), AUTO, "norm", PlanningMachine(1 << 20, 1 << 20, True))

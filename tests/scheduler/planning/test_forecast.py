@@ -8,11 +8,13 @@ import pytest
 from support.toy_steps import PAGE, PlanBuilder, toy_step
 
 from scheduler.api.capturing_runtime import CapturingRuntime
-from scheduler.core.records import FILE, Replica, W
+from scheduler.core.performance_model import Models
+from scheduler.core.records import FILE, RAM, Condition, NodeId, Replica, W
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import AUTO, NONE, PlanningMachine, choose_plan
 from scheduler.planning import forecast as forecasts
 from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill
+from scheduler.planning.machine_pace import pace_of
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.planning.orders import candidates
 from scheduler.planning.tile_traffic import Touches
@@ -64,6 +66,44 @@ def test_what_fits_takes_as_long_as_its_tasks() -> None:
 def test_without_a_pace_there_are_no_seconds() -> None:
     """Bytes alone are forecast then."""
     assert forecast(STEP, STEP.needed_bytes() // 3).seconds == 0
+
+
+def mixture(kit, num_tiles: int, share: float) -> StepPlan:  # type: ignore[no-untyped-def]
+    """Sixteen weights of eight pages, each used by a conditional task for each tile of tokens; every tile has flags of its own."""
+    runtime = CapturingRuntime()
+    weights = [kit.filled(runtime, 1, f"weight {expert}", 8 * 512, kind="persistent") for expert in range(16)]
+    total = kit.filled(runtime, 0, "total", 512, kind="persistent")
+    with runtime.record():
+        flags = [runtime.handle(16, lambda memory, offset: None, name="flags") for _ in range(num_tiles)]
+        for handle in flags:
+            runtime.submit(kit.plus, [(total, "R"), (handle, "W")], condition=Condition(flags=1))
+        for expert, weight in enumerate(weights):
+            for handle in flags:
+                accesses = [(weight, "R"), (total, "RW"), (handle, "R")]
+                runtime.submit(kit.plus, accesses, condition=Condition(guard=2, number=expert, share=share))
+        flags.clear()
+        del handle
+    return runtime.plan
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 4, 8])
+def test_conditional_tasks_count_with_their_share(num_tiles: int, kit) -> None:  # type: ignore[no-untyped-def]
+    """A weight is read if any tile needs it, in forecasts and in virtual time, where tiles choose independently; other tasks count whole."""
+    share, memory = 0.25, 3 * 8 * PAGE
+    certain, likely = mixture(kit, num_tiles, 1.0), mixture(kit, num_tiles, share)
+    results = []
+    for plan in (certain, likely):
+        rates = pace_of(plan, [("cpu", RAM)], NodeId(1), Models(), channels=1, task_seconds=lambda task, kind: 1.0)
+        results.append(forecast(plan, memory, replace(rates, read=1e12, write=1e12)))
+    chance = 1.0 - (1.0 - share) ** num_tiles
+    assert results[1].read == pytest.approx(chance * 128 * PAGE, rel=0.1)
+    assert results[0].read > 0.8 * 128 * PAGE
+    assert [found.seconds for found in results] == pytest.approx([17 * num_tiles, (1 + 16 * share) * num_tiles], rel=1e-3)
+    nodes, read = [("ram", memory), ("disk", 1 << 30)], 0
+    for replays in range(2, 9):
+        found = simulate(likely, workers=[("cpu", 0, 2)], nodes=nodes, policy="prio", duration=lambda task, kind: 1.0, storage=True, replays=replays)
+        read += found.moved_bytes["disk->ram"] // 7
+    assert read == pytest.approx(chance * 128 * PAGE, rel=0.25)  # of seven replays
 
 
 @pytest.mark.parametrize("duplex", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler import Condition, DoesNotFit, Runtime
+from scheduler import Condition, DoesNotFit, Runtime, SchedulerError
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.memory.extents import PAGE
 from scheduler.core.records import Task, WorkerKind
@@ -98,6 +98,13 @@ def test_data_that_does_not_fit_before_the_step(kit) -> None:  # type: ignore[no
         simulate(runtime.plan, workers=[("cpu", 0, 1)], nodes=[("ram", 3 * PAGE)], policy="prio", duration=one_second)
     lack = refusal.value.shortage
     assert (lack.cause, lack.node, lack.needed, lack.budget, lack.taken) == ("taken", "ram", 2 * PAGE, 3 * PAGE, 2 * PAGE)
+
+
+def test_a_step_without_workers_is_refused(kit) -> None:  # type: ignore[no-untyped-def]
+    """The number of tasks that did not run is named, with the latest events."""
+    for plan in record(kit, 1, 3):
+        with pytest.raises(SchedulerError, match=r"^3 tasks of the simulated step never ran\nlately:"):
+            simulate(plan, workers=[], nodes=[("ram", MIB)], policy="prio", duration=one_second)
 
 
 def test_the_real_runtime_runs_within_the_simulated_peak(kit) -> None:  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.torch_families import FAMILIES, Batch, eager, make
 from support.torch_refusals import REFUSALS, Refusal
 from torch.nn import functional
@@ -26,6 +27,7 @@ from nntask.config import ResourceSettings, machine_of
 from nntask.hardware import open_runtime
 from wrappers.torch import Session, empty_parameters
 from wrappers.torch.session.arguments import grouped
+from wrappers.torch.tasks.step import Pass
 
 pytest.importorskip("transformers")
 
@@ -296,6 +298,21 @@ def test_weights_come_from_files_when_they_are_needed(family: str, tmp_path: Pat
         empty, _ = make(family, 0)
     with pytest.raises(DataError, match=r"has no weights; it needs model\.safetensors"):
         Session(empty, weights=tmp_path / "model", ram="64MB")
+
+
+def test_frozen_weights_in_files_need_no_room(tmp_path: Path) -> None:
+    """Without a disk tier, a session runs in less memory than they take, with the same losses; they are read again when they are needed."""
+    module = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)], torch.nn.Linear(256, 4))
+    module[:4].requires_grad_(False)
+    save_file(module.state_dict(), tmp_path / "model.safetensors")
+
+    def train_on_ones(module: torch.nn.Module, **terms: Any) -> list[float]:
+        with Session(module, "sgd", lr=0.1, loss=lambda out, batch: out.square().mean(), workers=1, **terms) as session:
+            return [session.step(input=torch.ones(4, 256)) for _ in range(3)]
+
+    losses = train_on_ones(copy.deepcopy(module), ram="64MB")
+    assert losses[0] > losses[2]
+    assert train_on_ones(module, ram="700KB", weights=tmp_path) == losses  # the frozen weights have 1,048,576 bytes
 
 
 class _Twice(torch.nn.Module):
@@ -687,6 +704,28 @@ def test_of_many_shapes_the_last_ones_are_kept(num_rounds: int) -> None:
             resident.append(session.runtime.stats()["resident_bytes"]["ram"])
     assert all(each == rounds[0] for each in rounds)
     assert resident[-1] <= resident[1]
+
+
+def test_a_step_is_emitted_once_and_a_refused_one_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks that are checked against the budget are those that run. Constants of a refused step get no memory."""
+    emitted, submit = list[int](), Pass.submit
+
+    def counted(self: Pass, *args: Any, minibatch: int = 0, **terms: Any) -> Any:
+        emitted.append(minibatch)
+        return submit(self, *args, minibatch=minibatch, **terms)
+
+    monkeypatch.setattr(Pass, "submit", counted)
+    with Session(_WithConstant(), ram="256KB", lr=1e-3, minibatches=2) as session:
+        before = session.runtime.stats()["resident_bytes"]["ram"]
+        with pytest.raises(DoesNotFit, match=r"raise ram=, use more and smaller minibatches, or add disk=DIR") as error:
+            session.step(x=torch.ones(2048, 64))
+        assert error.value.shortage.cause in ("step", "task")
+        assert session.runtime.stats()["resident_bytes"]["ram"] == before
+        emitted.clear()
+        first = session.step(x=torch.ones(2, 64))
+        assert emitted == [0, 1]
+        assert session.step(x=torch.ones(2, 64)) < first
+        assert emitted == [0, 1]
 
 
 def test_operations_made_again_change_nothing_and_are_of_training_alone() -> None:

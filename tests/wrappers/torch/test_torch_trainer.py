@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -377,9 +378,11 @@ def test_options_that_a_schedule_changes_and_a_second_training(tmp_path: Path) -
         assert torch.allclose(trainers[1].model.state_dict()[name], value, atol=1e-4), name
 
 
-def test_a_trainer_that_is_dropped_ends_its_session(tmp_path: Path) -> None:
+def test_a_trainer_that_is_dropped_ends_its_session(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """With a warning; its workers end, and PyTorch's threads are those of the program again."""
-    before, num_threads = set(threading.enumerate()), torch.get_num_threads()
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    before = set(threading.enumerate())
     trainer = Trainer(make("gpt2", 0)[0], arguments(tmp_path, max_steps=1), train_dataset=Texts(4), ram="64MB", workers=1)
     trainer.train()
     assert set(threading.enumerate()) > before
@@ -389,4 +392,4 @@ def test_a_trainer_that_is_dropped_ends_its_session(tmp_path: Path) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(DEADLINE)
     assert set(threading.enumerate()) <= before
-    assert torch.get_num_threads() == num_threads
+    assert torch.get_num_threads() == 2

@@ -241,6 +241,24 @@ def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
         _tanh_slope(t, g, d)
 
 
+@register("clamp", "cpu")
+def clamp(x: Array, y: Array, *, most: float) -> None:
+    """y = x between -most and most."""
+    np.clip(x, x.dtype.type(-most), x.dtype.type(most), out=y)
+
+
+@register("clamp_backward", "cpu")
+def clamp_backward(x: Array, dy: Array, dx: Array, *, most: float) -> None:
+    """dx = dy if |x| <= most, else 0, also where dy is infinite or NaN."""
+    for a, g, d, t in pieces_with_work(x, dy, dx, num_work=1):
+        below, above = t.view(np.bool_)[: 2 * a.size].reshape(2, -1)  # a number has two bytes or more
+        np.less_equal(a, a.dtype.type(most), out=below)
+        np.greater_equal(a, a.dtype.type(-most), out=above)
+        below &= above
+        d.fill(0)
+        np.copyto(d, g, where=below)
+
+
 def _tanh_slope(t: Array, dy: Array, dx: Array) -> None:
     """dx = dy * (1 - t^2) = dy * (1 - t) * (1 + t) for t = tanh(..), which is overwritten."""
     np.subtract(1, t, out=dx)

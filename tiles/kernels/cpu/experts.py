@@ -98,11 +98,11 @@ def _are_plain(*tiles: Array) -> bool:
 
 
 def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of three products for the rows that an expert has on average; K and E follow from the shapes of choices and flags."""
+    """Return the operations of three products for the mean number of rows of an expert that has any; the shapes of choices and flags have K and E."""
     given = expert_forward_tiles(views, constants["num_c"])
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
-    share = float(given.choices.shape[-1] / given.flags.shape[-1])
-    return 6.0 * float(np.prod(given.choices.shape[:-1])) * share * float(width * inner)
+    share, num_rows = float(given.choices.shape[-1] / given.flags.shape[-1]), float(np.prod(given.choices.shape[:-1]))
+    return float(6.0 * num_rows * share / (1.0 - (1.0 - share) ** num_rows) * width * inner)
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:

@@ -189,4 +189,5 @@ def load_update_loops() -> None:
     one, code = np.zeros(1, np.float32), np.zeros(1, np.uint8)
     loops.sum_squares(one)
     loops.adam(one, one.copy(), one.copy(), one.copy(), *(np.float32(1),) * 10)
-    adam8bit(one, one, code, one.copy(), code.copy(), one.copy(), np.ones((1, 8)), row=0, max_norm=0.0, clip=False, master=False)
+    constants: dict[str, Any] = {"row": 0, "stream": 0, "tile": 0, "max_norm": 0.0, "clip": False, "master": False}
+    adam8bit(one, one, code, one.copy(), code.copy(), one.copy(), np.ones((1, 8)), **constants)

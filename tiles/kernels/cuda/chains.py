@@ -11,27 +11,16 @@ from functools import partial
 from scheduler.machine import KernelChain, Link
 
 from ..registry import register_chain
-from .elementwise import activation_backward, activation_sums, add, column_sums, linear_bias, matmul
+from .elementwise import activation_backward, activation_sums, add, column_sums
 from .many import Task
 from .norm import layer_norm, layer_norm_backward, residual_layer_norm, residual_rms_norm, rms_norm, rms_norm_backward
-from .tables import dropout
-
-
-def _linear_and(tasks: Sequence[Task], *, then: Callable[..., None]) -> None:
-    """r = h @ op(w) + bias; then an operation on r, whose kernel adds the bias: dropout or a residual norm."""
-    ((h, w, bias, r), linear), (tiles, constants) = tasks
-    matmul(h, w, r, trans_a=False, trans_b=linear["trans_b"], alpha=1.0, accumulate=False)
-    then(*tiles, **constants, bias=bias)
+from .tables import dropout, dropout_sums
 
 
 def _sum_and_norm(tasks: Sequence[Task], *, norm: Callable[..., None], num_vectors: int) -> None:
-    """[r = h @ op(w) + bias;] s = x + r; y = norm(s), by the kernel of a residual norm, which takes s after gamma [and beta]."""
-    *linear, ((x, r, s), _), ((_, *tiles), constants) = tasks
-    whole = (x, r, *tiles[:num_vectors], s, *tiles[num_vectors:])
-    if linear:
-        _linear_and([*linear, (whole, constants)], then=norm)
-    else:
-        norm(*whole, **constants)
+    """s = x + r; y = norm(s), by the kernel of a residual norm, which takes s after gamma [and beta]."""
+    ((x, r, s), _), ((_, *tiles), constants) = tasks
+    norm(x, r, *tiles[:num_vectors], s, *tiles[num_vectors:], **constants)
 
 
 def _sums_and_norm_backward(tasks: Sequence[Task], *, norm: Callable[..., None], dy_index: int) -> None:
@@ -57,6 +46,12 @@ def _activation_and_sums(tasks: Sequence[Task]) -> None:
     activation_sums(x, dy, dx, total, kind=constants["kind"], accumulate=flags["accumulate"])
 
 
+def _dropout_and_sums(tasks: Sequence[Task]) -> None:
+    """y = dropout(x); db (+)= sums of the rows of y."""
+    ((x, key, y), constants), ((_, total), flags) = tasks
+    dropout_sums(x, key, y, total, **constants, accumulate=flags["accumulate"])
+
+
 for _before in (2, 1, 0):
     _sums = tuple(Link(number, 2, number + 1, 0 if number + 1 < _before else 4, is_private=True) for number in range(_before))
     _columns = Link(_before, -3, _before + 1, 0)
@@ -66,12 +61,10 @@ for _norm, _residual, _backward, _dy in (
     (rms_norm, residual_rms_norm, rms_norm_backward, 3),
 ):
     _both = partial(_sum_and_norm, norm=_residual, num_vectors=_dy - 2)
-    register_chain(KernelChain((linear_bias, add, _norm), (Link(0, 3, 1, 1, is_private=True), Link(1, 2, 2, 0)), _both))
-    register_chain(KernelChain((linear_bias, _residual), (Link(0, 3, 1, 1, is_private=True),), partial(_linear_and, then=_residual)))
     register_chain(KernelChain((add, _norm), (Link(0, 2, 1, 0),), _both))
     _gradients = partial(_sums_and_norm_backward, norm=_backward, dy_index=_dy)
     _sums = (Link(0, 2, 1, 0, is_private=True), Link(1, 2, 2, _dy, is_private=True))
     register_chain(KernelChain((add, add, _backward), _sums, _gradients))
     register_chain(KernelChain((add, _backward), (Link(0, 2, 1, _dy, is_private=True),), _gradients))
-register_chain(KernelChain((linear_bias, dropout), (Link(0, 3, 1, 0, is_private=True),), partial(_linear_and, then=dropout)))
 register_chain(KernelChain((activation_backward, column_sums), (Link(0, 2, 1, 0),), _activation_and_sums))
+register_chain(KernelChain((dropout, column_sums), (Link(0, 2, 1, 0),), _dropout_and_sums))

@@ -15,6 +15,7 @@ from scheduler.drivers import NOT_READY, NUM_STARTED, CupyGpu, CupyGraph, CupySt
 from ..registry import BF16
 from .array import DeviceArray
 from .compiling import KernelBuildError, build
+from .epilogues import CublasLt
 from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
 from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, WholeShape
 from .products import WORKSPACE_NBYTES, Cublas, column_major
@@ -60,6 +61,7 @@ class CudaDevice(CupyGpu):
         workspace = self.reserve(WORKSPACE_NBYTES)
         with self.visit():  # a handle belongs to the device that is current when it is created
             self._blas = Cublas(workspace, tf32=tf32)
+            self._biased = CublasLt(self._blas, workspace)
         self._attention: LibraryAttention | None = None
 
     def open_attention(self, report: Callable[[str], None] = lambda sentence: None) -> None:
@@ -125,13 +127,19 @@ class CudaDevice(CupyGpu):
         self.num_started += 1
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, *, alpha: float, accumulate: bool, **layout: Any) -> None:
-        """out (+)= alpha * op(a) @ op(b), sums in fp32; `layout` has trans_a, trans_b and stride_a of `launch.Device`."""
+        """out (+)= alpha * op(a) @ op(b), sums in fp32; `layout` has the other arguments of `launch.Device`."""
         product = column_major(a, b, out, **layout)
         self.num_started += 1  # a library may have started something before it fails
         try:
             self._blas.multiply(product, alpha, accumulate)
         except RuntimeError as error:
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
+
+    def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """out = a @ op(b) + bias by cuBLASLt, as `launch.Device` describes."""
+        product = column_major(a, b, out, trans_a=False, trans_b=trans_b)
+        self.num_started += 1
+        return self._try(lambda: self._biased.multiply(product, bias, self._local.stream))
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let another library put kernels on the stream of the calling thread.
@@ -189,6 +197,7 @@ class CudaDevice(CupyGpu):
         try:
             with self.visit(), ExitStack() as libraries:
                 libraries.callback(self._blas.close)
+                libraries.callback(self._biased.close)
                 if self._attention is not None:
                     libraries.callback(self._attention.close)
         finally:

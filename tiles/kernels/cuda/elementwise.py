@@ -11,13 +11,12 @@ import numpy as np
 
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, THREADS, KernelSource, blocks_for, device
+from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
 from .many import SUMS_NBYTES, Row, Task, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
 _COLUMNS: Final = table("x", "total", "partial", numbers=("widths", "accumulate", "pieces", "wide"))
-_BIASED: Final = table("y", "bias", numbers=("widths",))
 
 
 @register("accumulate", "cuda")
@@ -139,6 +138,18 @@ def cap_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: floa
     _source.each("cap_backward", y.dtype, y.size, y, dy, dx, np.float32(most), is_wide=True)
 
 
+@register("clamp", "cuda")
+def clamp(x: DeviceArray, y: DeviceArray, *, most: float) -> None:
+    """y = x between -most and most."""
+    _source.each("clamp", x.dtype, x.size, x, y, np.float32(most), is_wide=True)
+
+
+@register("clamp_backward", "cuda")
+def clamp_backward(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: float) -> None:
+    """dx = dy if |x| <= most, else 0."""
+    _source.each("clamp_backward", x.dtype, x.size, x, dy, dx, np.float32(most), is_wide=True)
+
+
 @register("rotary", "cuda")
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2)."""
@@ -197,14 +208,25 @@ def _add_pieces(element: np.dtype[Any], rows: Sequence[Row], numbers: Mapping[st
 
 def activation_sums(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, total: DeviceArray, *, kind: str, accumulate: bool) -> None:
     """dx = dy * activation'(x), as by `activation_backward`; total (+)= sums of its rows, as by `column_sums`."""
-    width = x.shape[-1]
-    num_rows = x.size // width
-    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, x, dy, dx)
+    start_with_sums(_source, "activation_sums", (x, dy, dx), dx, total, (_number(kind),), accumulate=accumulate)
+
+
+def start_with_sums(
+    source: KernelSource, kernel: str, arrays: Sequence[DeviceArray], y: DeviceArray, total: DeviceArray, numbers: Sequence[Any], *, accumulate: bool
+) -> None:
+    """Start a kernel that writes y and sums its columns in pieces of rows, and then add the pieces to `total`, or overwrite it.
+
+    Args:
+        arrays: first arguments of the kernel, before partial sums and total; it reads four columns at a time if all of them allow that.
+        numbers: arguments between the total and the sizes.
+    """
+    width = y.shape[-1]
+    num_rows = y.size // width
+    pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, *arrays)
     partial = device().partials.at(_FLOAT, pieces, width)
     sizes = (np.int32(num_rows), np.int32(width), np.int32(accumulate), np.int32(is_wide))
-    grid = (groups, pieces, 1)
-    _source.start("activation_sums", x.dtype, x, dy, dx, partial, total, _number(kind), *sizes, grid=grid, shared=4 * 4 * THREADS)
-    _add_pieces(x.dtype, [(dx, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
+    source.start(kernel, y.dtype, *arrays, partial, total, *numbers, *sizes, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
+    _add_pieces(y.dtype, [(y, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
 
 
 @register("select_rows", "cuda")
@@ -226,7 +248,13 @@ def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, t
     device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
 
 
-@register("gram", "cuda")
+def _gram_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the flops of x @ x^T, x (M, N), or of x^T @ x: all of it, where the CPU's kernel computes half."""
+    (inner, outer) = views[0].shape[::-1] if constants["trans"] else views[0].shape
+    return float(2 * inner * inner * outer)
+
+
+@register("gram", "cuda", flops=_gram_flops)
 def gram(x: DeviceArray, out: DeviceArray, *, trans: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
     device().gemm(x, x, out, trans_a=trans, trans_b=not trans, alpha=alpha, accumulate=accumulate)
@@ -251,29 +279,21 @@ def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:
 @register("linear_bias", "cuda")
 def linear_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray, y: DeviceArray, *, trans_b: bool) -> None:
     """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
-    linear_bias_many([((x, w, bias, y), {"trans_b": trans_b})])
-
-
-@register_many(linear_bias)
-def linear_bias_many(tasks: Sequence[Task]) -> None:
-    """Compute `linear_bias` for several products, adding all biases of one type in one launch."""
-    for (x, w, _, y), constants in tasks:
-        matmul(x, w, y, trans_a=False, trans_b=constants["trans_b"], alpha=1.0, accumulate=False)
-    add_biases([(y, bias) for (_, _, bias, y), _ in tasks])
-
-
-def add_biases(pairs: Sequence[tuple[DeviceArray, DeviceArray]]) -> None:
-    """y += bias for each pair (y, bias)  # (R, N) + (N,)."""
-    for alike in by_type([(pair, {}) for pair in pairs if pair[0].size]):
-        rows = [tiles for tiles, _ in alike]
-        blocks = [blocks_for(y.size, 16 // y.dtype.itemsize) for y, _ in rows]
-        given = filled(_BIASED, rows, blocks, widths=[y.shape[-1] for y, _ in rows])
-        _source.start("add_bias", rows[0][0].dtype, given, grid=(sum(blocks), 1, 1))
+    product_with_bias(x, w, bias, y, trans_b=trans_b, accumulate=False)
 
 
 @register("linear_activation", "cuda")
 def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, trans_b: bool, accumulate: bool) -> None:
     """pre (+)= x @ op(w) [+ bias]; y = activation(rounded pre); rest is [bias,] pre, y."""
     *bias, pre, y = rest
-    matmul(x, w, pre, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
-    _source.each("bias_activation", pre.dtype, pre.size, pre, bias[0] if bias else None, y, _number(kind), np.int32(pre.shape[-1]), is_wide=True)
+    product_with_bias(x, w, bias[0] if bias else None, pre, trans_b=trans_b, accumulate=accumulate)
+    activation(pre, y, kind=kind)
+
+
+def product_with_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray | None, y: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:
+    """y (+)= x @ op(w) [+ bias]; rounded once where cuBLASLt has such a product, else after each addition."""
+    if bias is not None and not accumulate and device().gemm_with_bias(x.rows(), w, bias, y.rows(), trans_b=trans_b):
+        return
+    device().gemm(x.rows(), w, y.rows(), trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
+    if bias is not None:
+        _source.each("add_bias", y.dtype, y.size, y, bias, np.int32(y.shape[-1]), is_wide=True)

@@ -139,8 +139,13 @@ class HollowGpu:
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
         """Count a product, after computing its arguments."""
-        column_major(a, b, out, trans_a=options["trans_a"], trans_b=options["trans_b"], stride_a=options.get("stride_a"))
+        column_major(a, b, out, **{name: value for name, value in options.items() if name not in ("alpha", "accumulate")})
         self._count("product")
+
+    def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Count a product, whatever its shape."""
+        self.gemm(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+        return True
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Return False: there is no library."""

@@ -123,8 +123,12 @@ class Device(Protocol):
         alpha: float,
         accumulate: bool,
         stride_a: int | None = None,
+        stride_out: int | None = None,
     ) -> None:
-        """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` is the distance of rows of `a` in elements, None for its width."""
+        """out (+)= alpha * op(a) @ op(b), sums in fp32; the strides are the distances of rows of `a` and `out` in elements, None for their widths."""
+
+    def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Start out = a @ op(b) + bias, of the type of out, rounded once, if the library has such a product; return whether it was started."""
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Start a library's attention of whole sequences, if one has been opened and supports the shape; return whether it was started.

@@ -29,7 +29,7 @@ def _width(x: DeviceArray) -> np.int32:
 @register("layer_norm", "cuda")
 def layer_norm(x: DeviceArray, gamma: DeviceArray, beta: DeviceArray, y: DeviceArray, mean: DeviceArray, rstd: DeviceArray, *, eps: float) -> None:
     """y = (x - mean) * rstd * gamma + beta, rstd = 1 / sqrt(var + eps)."""
-    _normalise(x, None, None, gamma, beta, None, y, mean, rstd, eps)
+    _normalise(x, None, gamma, beta, None, y, mean, rstd, eps)
 
 
 @register("residual_layer_norm", "cuda")
@@ -44,16 +44,15 @@ def residual_layer_norm(
     rstd: DeviceArray,
     *,
     eps: float,
-    bias: DeviceArray | None = None,
 ) -> None:
-    """s = x + (r [+ bias]), both sums rounded; y = layer_norm(s)."""
-    _normalise(x, r, bias, gamma, beta, s, y, mean, rstd, eps)
+    """s = x + r, rounded; y = layer_norm(s)."""
+    _normalise(x, r, gamma, beta, s, y, mean, rstd, eps)
 
 
 @register("rms_norm", "cuda")
 def rms_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceArray, *scratch: DeviceArray, eps: float, offset: float = 0.0) -> None:
     """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps)."""
-    _normalise(x, None, None, gamma, None, None, y, None, rstd, eps, offset)
+    _normalise(x, None, gamma, None, None, y, None, rstd, eps, offset)
 
 
 @register("residual_rms_norm", "cuda")
@@ -67,16 +66,14 @@ def residual_rms_norm(
     *scratch: DeviceArray,
     eps: float,
     offset: float = 0.0,
-    bias: DeviceArray | None = None,
 ) -> None:
-    """s = x + (r [+ bias]), both sums rounded; y = rms_norm(s)."""
-    _normalise(x, r, bias, gamma, None, s, y, None, rstd, eps, offset)
+    """s = x + r, rounded; y = rms_norm(s)."""
+    _normalise(x, r, gamma, None, s, y, None, rstd, eps, offset)
 
 
 def _normalise(
     x: DeviceArray,
     r: DeviceArray | None,
-    bias: DeviceArray | None,
     gamma: DeviceArray,
     beta: DeviceArray | None,
     s: DeviceArray | None,
@@ -86,8 +83,8 @@ def _normalise(
     eps: float,
     offset: float = 0.0,
 ) -> None:
-    """[s = x + (r [+ bias]), both sums rounded;] y = norm of s, or of x: a layer norm if there is a `beta`, else an RMS norm."""
-    _source.by_row("normalise", x, x, r, bias, gamma, beta, s, y, mean, rstd, np.float32(eps), np.float32(offset), _width(x))
+    """[s = x + r, rounded;] y = norm of s, or of x: a layer norm if there is a `beta`, else an RMS norm."""
+    _source.by_row("normalise", x, x, r, gamma, beta, s, y, mean, rstd, np.float32(eps), np.float32(offset), _width(x))
 
 
 @register("head_norm", "cuda")

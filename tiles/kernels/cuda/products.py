@@ -8,6 +8,7 @@ out^T = b^T @ a^T, over the same bytes.
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +22,7 @@ WORKSPACE_NBYTES: Final = 32 << 20
 
 _NO_LOAD: Final = 4
 """RTLD_NOLOAD of Linux: use only libraries that the process has already loaded."""
-_TYPES: Final = {np.dtype(np.float32): 0, BF16: 14}
+TYPES: Final = {np.dtype(np.float32): 0, BF16: 14}
 """cudaDataType: CUDA_R_32F, CUDA_R_16BF."""
 _FP32: Final = 68
 _TF32: Final = 77
@@ -60,7 +61,9 @@ class ColumnMajor(NamedTuple):
     ldc: int
 
 
-def column_major(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, stride_a: int | None = None) -> ColumnMajor:
+def column_major(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, stride_a: int | None = None, stride_out: int | None = None
+) -> ColumnMajor:
     """Return out = op(a) @ op(b) of row-major matrices in cuBLAS's terms.
 
     Raises:
@@ -70,7 +73,7 @@ def column_major(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: b
         raise TypeError(f"cuBLAS multiplies matrices of one type, got {a.dtype} and {b.dtype}; give both the same type")
     rows, columns = out.shape
     inner = a.shape[0] if trans_a else a.shape[1]
-    return ColumnMajor(int(trans_b), int(trans_a), columns, rows, inner, b, b.shape[1], a, stride_a or a.shape[1], out, columns)
+    return ColumnMajor(int(trans_b), int(trans_a), columns, rows, inner, b, b.shape[1], a, stride_a or a.shape[1], out, stride_out or columns)
 
 
 class Cublas:
@@ -80,6 +83,10 @@ class Cublas:
         workspace: address of `WORKSPACE_NBYTES` of the device's memory.
         tf32: whether products of fp32 matrices may round their factors to 10 bits of mantissa.
 
+    Attributes:
+        handle: cublasHandle_t.
+        sums: cublasComputeType of products, by the bytes of a factor's element.
+
     Raises:
         CublasError: cuBLAS does not start.
     """
@@ -87,16 +94,16 @@ class Cublas:
     def __init__(self, workspace: int, *, tf32: bool) -> None:
         self._library = _library()
         self._workspace = workspace
-        self._fp32 = _TF32 if tf32 else _FP32
-        self._handle = ctypes.c_void_p()
+        self.sums = {4: _TF32 if tf32 else _FP32, 2: _FP32}
+        self.handle = ctypes.c_void_p()
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
-        self._check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
-        self._check(self._library.cublasSetMathMode(self._handle, _SUMS_IN_FP32))
+        self._check(self._library.cublasCreate_v2(ctypes.byref(self.handle)))
+        self._check(self._library.cublasSetMathMode(self.handle, _SUMS_IN_FP32))
 
     def use(self, stream: int) -> None:
         """Compute on `stream` from now on."""
-        self._check(self._library.cublasSetStream_v2(self._handle, stream))
-        self._check(self._library.cublasSetWorkspace_v2(self._handle, self._workspace, WORKSPACE_NBYTES))
+        self._check(self._library.cublasSetStream_v2(self.handle, stream))
+        self._check(self._library.cublasSetWorkspace_v2(self.handle, self._workspace, WORKSPACE_NBYTES))
 
     def multiply(self, product: ColumnMajor, alpha: float, accumulate: bool) -> None:
         """Start a product; sums are taken in fp32.
@@ -107,16 +114,16 @@ class Cublas:
         opa, opb, m, n, k, a, lda, b, ldb, c, ldc = product
         factor = self._one if alpha == 1.0 else ctypes.c_float(alpha)
         status = self._library.cublasGemmEx(
-            self._handle, opa, opb, m, n, k, ctypes.byref(factor), a.address, _TYPES[a.dtype], lda, b.address, _TYPES[b.dtype], ldb,
-            ctypes.byref(self._one if accumulate else self._zero), c.address, _TYPES[c.dtype], ldc,
-            self._fp32 if a.dtype.itemsize == 4 else _FP32, _DEFAULT_ALGORITHM,
+            self.handle, opa, opb, m, n, k, ctypes.byref(factor), a.address, TYPES[a.dtype], lda, b.address, TYPES[b.dtype], ldb,
+            ctypes.byref(self._one if accumulate else self._zero), c.address, TYPES[c.dtype], ldc,
+            self.sums[a.dtype.itemsize], _DEFAULT_ALGORITHM,
         )  # fmt: skip
         if status:
             raise CublasError(status)
 
     def close(self) -> None:
         """Release the resources of cuBLAS; idempotent."""
-        handle, self._handle = self._handle, ctypes.c_void_p()
+        handle, self.handle = self.handle, ctypes.c_void_p()
         if handle.value is not None:
             self._check(self._library.cublasDestroy_v2(handle))
 
@@ -128,16 +135,31 @@ class Cublas:
 
 @cache
 def _library() -> Any:
-    """Return cuBLAS, from the libraries that CuPy has loaded, or else from the system's loader."""
+    """Return cuBLAS.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    return typed_cublas(_cublas()[0])
+
+
+@cache
+def _cublas() -> tuple[ctypes.CDLL, int]:
+    """Return cuBLAS and its major version, from the libraries that CuPy has loaded, or else from the system's loader."""
     from cupy_backends.cuda.libs import cublas  # noqa: F401
 
     for mode in (ctypes.DEFAULT_MODE | _NO_LOAD, ctypes.DEFAULT_MODE):
-        for version in (13, 12, 11):
-            try:
-                return typed_cublas(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
-            except OSError:
-                continue
+        for major in (13, 12, 11):
+            with suppress(OSError):
+                return ctypes.CDLL(f"libcublas.so.{major}", mode=mode), major
     raise ImportError("libcublas was not found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
+
+
+def cublas_lt() -> ctypes.CDLL | None:
+    """Return cuBLASLt of the same major version, which cuBLAS has loaded; None if it is missing."""
+    with suppress(OSError):
+        return ctypes.CDLL(f"libcublasLt.so.{_cublas()[1]}")
+    return None
 
 
 def typed_cublas(library: Any) -> Any:

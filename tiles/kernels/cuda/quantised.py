@@ -13,8 +13,8 @@ import numpy as np
 from ...block_format import BLOCK_FORMATS
 from ..registry import register
 from .array import DeviceArray
-from .elementwise import add_biases
-from .launch import KernelSource, device, threads_for
+from .elementwise import product_with_bias
+from .launch import KernelSource, threads_for
 
 _source: Final = KernelSource("quantised")
 _OF_32: Final = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
@@ -42,9 +42,7 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
         return
     weights = scratch[0].at(x.dtype, w.shape[0], columns)
     decode_blocks(w, weights, block_format=block_format)
-    device().gemm(x, weights, y, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
-    if bias is not None:
-        add_biases([(y, bias)])
+    product_with_bias(x, weights, bias, y, trans_b=trans_b, accumulate=accumulate)
 
 
 @register("decode_blocks", "cuda")

@@ -69,12 +69,12 @@ def sgd(
 
 
 @register("adam8bit", "cuda")
-def adam8bit(param: DeviceArray, *tiles: DeviceArray, row: int, max_norm: float, clip: bool, master: bool) -> None:
-    """Compute AdamW on moments in 8 bits; `tiles` are grad, m, its scales, v, its scales, hyper, [norm if clip,] [master]."""
-    norm, weights = split(tiles[6:], clip, master)
-    numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int64(param.size))
-    grid, shared = (min(MOST_BLOCKS, num_blocks(param.size)), 1, 1), 4 * (4 * BLOCK + BLOCK // 32)
-    _source.start("adam8bit", param.dtype, param, *tiles[:6], norm, weights, *numbers, grid=grid, threads=BLOCK, shared=shared)
+def adam8bit(param: DeviceArray, *tensors: DeviceArray, row: int, stream: int, tile: int, max_norm: float, clip: bool, master: bool) -> None:
+    """Compute AdamW on moments in 8 bits; `tensors` are grad, m, its scales, v, its scales, hyper, [norm if clip,] [master]."""
+    norm, weights = split(tensors[6:], clip, master)
+    numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int64(stream), np.int64(tile), np.int64(param.size))
+    grid, shared = (min(MOST_BLOCKS, num_blocks(param.size)), 1, 1), 4 * (2 * BLOCK + BLOCK // 32)
+    _source.start("adam8bit", param.dtype, param, *tensors[:6], norm, weights, *numbers, grid=grid, threads=BLOCK, shared=shared)
 
 
 @register("muon_momentum", "cuda")

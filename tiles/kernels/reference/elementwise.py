@@ -149,6 +149,18 @@ def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
     dx[...] = dy * (1.0 - (y / most) ** 2)
 
 
+@register("clamp", "reference")
+def clamp(x: Array, y: Array, *, most: float) -> None:
+    """y = x between -most and most, of the type of x, as in torch."""
+    y[...] = np.clip(x, x.dtype.type(-most), x.dtype.type(most))
+
+
+@register("clamp_backward", "reference")
+def clamp_backward(x: Array, dy: Array, dx: Array, *, most: float) -> None:
+    """dx = dy if |x| <= most, of the type of x, else 0."""
+    dx[...] = np.where(abs(x) <= x.dtype.type(most), dy, dy.dtype.type(0))
+
+
 @register("rotary", "reference")
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).

@@ -1,7 +1,7 @@
 """Optimizer updates of one tile, readable, with the semantics and the order of operations of torch.optim.
 
 `hyper` has a row of `HYPER` fp64 numbers for each group of parameters; a task reads row `row`. They are an input, so that they may change
-between replays: lr, 1 - beta1^t, 1 - beta2^t, beta1 (momentum of SGD), beta2, eps, weight decay, 0.
+between replays: lr, 1 - beta1^t, 1 - beta2^t, beta1 (momentum of SGD), beta2, eps, weight decay, number t of the step.
 
 With clipping, `norm` holds the sum of squares of all gradients and each is scaled by min(1, max_norm / (sqrt(norm) + 1e-6)), as
 torch.nn.utils.clip_grad_norm_ does.

@@ -30,18 +30,20 @@ def mix(*numbers: int) -> tuple[int, int]:
     return state & 0xFFFFFFFF, state >> 32
 
 
+def scrambled(x: Array) -> Array:
+    """Return 32 bits for each 32-bit number, by one round of the mixer."""
+    x = x ^ (x >> np.uint32(16))
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    return np.asarray(x ^ (x >> np.uint32(16)))
+
+
 def bits(key: tuple[int, int], index: Array) -> Array:
     """Return 32 random bits for each 64-bit element index."""
     x = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32) ^ np.uint32(key[0])
     x ^= (index >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
-    for salt in (key[1], 0):
-        x ^= x >> np.uint32(16)
-        x *= np.uint32(0x7FEB352D)
-        x ^= x >> np.uint32(15)
-        x *= np.uint32(0x846CA68B)
-        x ^= x >> np.uint32(16)
-        x += np.uint32(salt)
-    return x
+    return scrambled(scrambled(x) + np.uint32(key[1]))
 
 
 def threshold(p: float) -> int:

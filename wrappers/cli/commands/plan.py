@@ -224,6 +224,11 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["seconds_per_step"] is not None:
         pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
         yield f"seconds per step    {pace}, simulated"
+    if (worst := figures["worst_case"]) is not None:
+        moved = sum(figures["moved_bytes_per_step"].values())
+        yield f"expected            {moved / 1e9:.2f} GB moved and {figures['seconds_per_step']:.3g} s per step: tokens choose experts evenly"
+        moved, seconds = worst["moved_bytes_per_step"], worst["seconds_per_step"]
+        yield f"worst case          {moved / 1e9:.2f} GB moved and {seconds:.3g} s per step: every expert is chosen; the budget holds this case"
     yield from _result(figures)
 
 

@@ -135,7 +135,17 @@ class ClusterEngine:
             for name in tables:
                 merged[name].update({f"{rank}/{key}": value for key, value in stats[name].items()})
             merged["moved_bytes"].update({f"{rank}=>{peer}": nbytes for peer, nbytes in sorted(stats["sent_bytes"].items())})
-        for name in ("tasks", "evictions", "hits", "misses", "stall_seconds", "recomputed_tasks", "recompute_seconds", "num_messages"):
+        for name in (
+            "tasks",
+            "evictions",
+            "hits",
+            "misses",
+            "stall_seconds",
+            "recomputed_tasks",
+            "recompute_seconds",
+            "skipped_tasks",
+            "num_messages",
+        ):
             merged[name] = sum(stats[name] for stats in self._stats)
         return {**merged, "policy": self._stats[0]["policy"], "seconds": self._stats[0]["seconds"]}
 

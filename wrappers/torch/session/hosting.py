@@ -101,6 +101,7 @@ def end_dropped(host: Host) -> None:
         ResourceWarning,
         stacklevel=2,
     )
+    Threads.leave()
     threading.Thread(target=host.close, name="nntask end", daemon=True).start()
 
 

@@ -1,7 +1,7 @@
 """The recorded steps of a session: one for each purpose and each shape of batches, recorded at their first use.
 
-A module is captured once for each shape of a minibatch. Before a step is recorded, and memory is allocated for it, a dry run from shapes checks that
-the budgets hold it. If there are many shapes, only the most recently used steps are kept.
+A module is captured once for each shape of a minibatch. A step is captured once as well: before it is planned, and memory is allocated for it, the
+captured tasks are checked against the budgets. If there are many shapes, only the most recently used steps are kept.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, is_device, this_machine
-from nntask.planning import least_needs, no_collections, shortage
+from nntask.planning import least_needs, no_collections, shortage, untouched
 from scheduler import Handle, Runtime, Step
+from scheduler.machine import StepPlan
 from scheduler.planning import AUTO, NONE, PlannedOrder, as_asked
 from tiles import TileTensor
 
 from ..capture.batches import check_batch, shapes_of
 from ..capture.values import origin_of_values
 from ..steps.captures import Captures, PassUse, Purpose, Values
-from ..steps.dry import CapturedPasses, captured_step
+from ..steps.dry import CapturedPasses
 from ..steps.emission import StepTasks
 from ..steps.optimizers import SessionOptimizer
 from ..steps.state import ModuleState
@@ -128,6 +130,7 @@ class StepRecorder:
         runtime = self._state.runtime
         assert isinstance(runtime, Runtime)  # a state for dry runs runs no step
         step = runtime.adopt(order, captured.data, emission.named_data(self._key, self._optimizer.updates))
+        emission.fill_constants()
         divisor = len(captured.passes)
         recorded = _recorded(step, captured.passes, divisor, emission, captured.outputs, captured.squares)
         self._steps["train", divisor, *map(id, captured.passes)] = recorded
@@ -148,34 +151,32 @@ class StepRecorder:
                 "pad them to one shape",
             )
         is_training = purpose == "train"
-        if self._machine is not None:
-            self._check_fit(self._machine, passes, minibatches, training=is_training)
         emission = StepTasks(passes, self._state, minibatches)
         runtime = self._state.runtime
         assert isinstance(runtime, Runtime)  # a state for dry runs is never recorded for replays
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
-        with runtime.record(order, recompute) as step:
+        check = None if self._machine is None else partial(self._check_fit, self._machine, training=is_training)
+        with runtime.record(order, recompute, check=check) as step:
             outputs, squares = emission.submit(self._key, self._optimizer.updates if is_training else None)
+        emission.fill_constants()
         return _recorded(step, passes, divisor, emission, outputs, squares)
 
-    def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
-        """Check that a step can run within the budgets, before memory is allocated for it.
+    def _check_fit(self, spec: MachineSpec, plan: StepPlan, *, training: bool) -> None:
+        """Check that a captured step can run within the budgets, before it is planned and memory is allocated for it.
 
         Raises:
             DoesNotFit: a budget is too small; the message names it and the missing bytes.
             UsageError: the step has nothing that `recompute` could recompute.
         """
-        terms, module = self._captures.terms, self._captures.module
-        plan = captured_step(
-            module, self._optimizer.options if training else None, passes, minibatches, terms, max_norm=self._optimizer.max_norm
-        ).plan
+        state = self._optimizer.updates.tensors() if training else {}
+        plan.idle = untouched(plan, [*self._state.tensors().values(), *state.values()])
         self.fallbacks.update(fallbacks_of(plan.tasks, spec))
         machine, recompute = this_machine(spec), self._planned["recompute"] if training else NONE
         try:
             plan = as_asked(plan, recompute)
         except ValueError as error:
             raise UsageError(f"recompute={recompute!r}: {error}") from error
-        needs = least_needs(plan, machine, recompute, quick=True)
+        needs = least_needs(plan, machine, recompute, quick=True, reading=self._state.runtime.reading_nbytes)
         if not needs.fit(machine):
             lack = shortage(machine, needs)
             is_of_device = is_device(lack.node)

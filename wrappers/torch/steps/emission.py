@@ -65,6 +65,10 @@ class StepTasks:
                 runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
         return all_outputs, optimizer.grad_norm
 
+    def fill_constants(self) -> None:
+        """Give new constants of the passes their values, which takes memory."""
+        self._state.fill_constants(storage for handles in self._handles for storage in handles)
+
     def named_data(self, key: TileTensor, optimizer: Optimizer | None) -> dict[str, Binding]:
         """Return the data that exists before the step, by name: the module's tensors, constants, state of the optimizer, and inputs."""
         learnt = frozenset[str]() if optimizer is None else frozenset(name for name, _ in self._passes[0].captured.gradients)

@@ -111,7 +111,7 @@ class ModuleState:
             raise
 
     def handles(self, storages: Iterable[Storage], inputs: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
-        """Return the handles of storages that exist before a pass; new constants get their values from the program's tensors.
+        """Return the handles of storages that exist before a pass; new constants have no values before `fill_constants`.
 
         Args:
             storages: storages with roles and names.
@@ -131,12 +131,17 @@ class ModuleState:
             if constant is None or constant.nbytes != storage.nbytes:
                 tile = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
                 constant = _Constant(tile, storage.nbytes)
-                assert storage.tensor is not None
-                constant.write(whole(storage.tensor))
             if storage.name:
                 self._by_path[storage.name] = constant
             self._constants[storage] = constant
         return self._constants[storage]
+
+    def fill_constants(self, storages: Iterable[Storage]) -> None:
+        """Give the constants among `storages` that have no values yet those of the program's tensors."""
+        for storage in storages:
+            if storage.role == "constant" and not (constant := self._constant(storage)).is_filled:
+                assert storage.tensor is not None
+                constant.write(whole(storage.tensor))
 
     def refresh(self, storage: Storage, now: torch.Tensor) -> None:
         """Update a constant to the current values of its tensor, if they have changed.
@@ -172,17 +177,20 @@ class _Constant:
         tile: bytes of the constant; at least one.
         nbytes: size of the memory.
         stamp: memory of the program from which the tile was filled, and its fingerprint; None if no tensor is known to have its values.
+        is_filled: whether the tile has values.
     """
 
     tile: TileTensor
     nbytes: int
     stamp: tuple[int, int, int] | None = None
+    is_filled: bool = False
 
     def write(self, memory: torch.Tensor) -> None:
         """Overwrite the tile  # (nbytes,) uint8."""
         values = np.zeros(self.tile.shape, np.uint8)
         values[: self.nbytes] = memory.numpy()
         self.tile.write(values)
+        self.is_filled = True
 
 
 def _stamp_of(memory: torch.Tensor) -> tuple[int, int, int]:

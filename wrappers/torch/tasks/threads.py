@@ -86,6 +86,12 @@ class Threads(WhileOpen):
             torch.set_num_threads(cls._held[0])
             cls._here.held = cls._held
 
+    @classmethod
+    def leave(cls) -> None:
+        """Give the calling thread its own number back, without a lock, before `end` runs in another thread."""
+        if cls._num_open == 1:
+            torch.set_num_threads(cls._before)
+
     def _begin(self) -> None:
         type(self)._before = torch.get_num_threads()
         type(self)._held = (self.count, type(self)._held[1] + 1)  # the counter renews each thread's setting, which the program may have changed

@@ -1,5 +1,9 @@
 """Compiled loops of AdamW on moments in 8 bits; fp32 (see `compiled`). `reference.moments` has the format.
 
+The position of a number in a table grows linearly between two neighbouring values, and has one slope in a decade. The slopes fall from piece to
+piece, so the position is the smallest that the line of any piece gives; only the last piece, up to 1, is steeper. Vector instructions compute all
+lines faster than lookups find the piece.
+
 Loops are short so that each becomes vector instructions: lookups apart from arithmetic, and integers cast back to 32 bits after each operation,
 because Numba widens them.
 """
@@ -10,11 +14,30 @@ from typing import Any, Final
 
 import numpy as np
 
-from .compiled import EXACT, ONE, ZERO, Array, compiled, inlined
+from ...reference.moments import SIGNED, UNSIGNED
+from .compiled import EXACT, ONE, ZERO, Array, compiled, f32, inlined
 
 _BLOCK: Final = 256
-_FIRST, _ZERO_CELL, _LAST_CELL = (np.uint32(number) for number in (0x3400, 0x33FF, 0x3F80 - 0x33FF))  # as `cpu.moments`
-_NOUGHT, _HALF, _LOWER, _MAGNITUDE, _SIGN = (np.uint32(number) for number in (0, 16, 0xFFFF, 0x7FFFFFFF, 31))
+_SMALLEST: Final = f32(2.0**-126)  # `reference.moments.SMALLEST`
+_MAGNITUDE, _HALF, _LOWER, _NEAR = (np.uint32(number) for number in (0x7FFFFFFF, 16, 0xFFFF, 15))
+_ONE_BIT, _SIGN = np.uint32(1), np.uint32(31)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+
+
+def _lines(values: Array) -> tuple[Array, Array]:
+    """Return the intercept and the slope of each piece of the position in a table of values from 0 to 1, in units of 2^-16."""
+    low, high = values[:-1].astype(np.float64), values[1:].astype(np.float64)
+    slopes = 65536 / (high - low)
+    intercepts = 65536 * np.arange(low.size) - slopes * low
+    begins = np.append(True, np.abs(slopes[1:] / slopes[:-1] - 1) > 1e-3)  # the values are rounded
+    return intercepts[begins].astype(np.float32), slopes[begins].astype(np.float32)
+
+
+# Numba compiles the tables in, as constants
+_SIGNED_AT_0, _SIGNED_SLOPES = _lines(SIGNED[127:])
+_UNSIGNED_AT_0, _UNSIGNED_SLOPES = _lines(UNSIGNED)
+_SIGNED_LAST, _UNSIGNED_LAST = _SIGNED_SLOPES.size - 1, _UNSIGNED_SLOPES.size - 1
+_LOWEST, _SIGNED_TOP, _UNSIGNED_TOP = f32(65536), f32(128 * 65536), f32(255 * 65536)
 
 
 @inlined(EXACT)
@@ -22,8 +45,28 @@ def _largest(bits: Array) -> Any:
     """Return the bits of the largest magnitude of some numbers, given theirs: of a NaN if there is one."""
     top = np.uint32(0)
     for j in range(bits.size):
-        top = max(top, np.uint32(bits[j] & np.uint32(0x7FFFFFFF)))
+        top = max(top, np.uint32(bits[j] & _MAGNITUDE))
     return top
+
+
+@inlined(EXACT)
+def _furthest(bits: Array) -> Any:
+    """Return the bits of the number of the largest magnitude, given those of all: a positive one if there are two, a NaN if there is one."""
+    top = _ONE_BIT
+    for j in range(bits.size):
+        top = max(top, np.uint32(np.uint32(bits[j] << _ONE_BIT) | np.uint32(np.uint32(bits[j] >> _SIGN) ^ _ONE_BIT)))
+    return np.uint32(np.uint32(top >> _ONE_BIT) | np.uint32(np.uint32(np.uint32(top & _ONE_BIT) ^ _ONE_BIT) << _SIGN))
+
+
+@inlined(EXACT)
+def _draw(first: int, key: Any, random: Array) -> None:
+    """Write `reference.moments.draws` of a block's elements, the first of which is element `first` of its tile."""
+    begin = np.uint32(first)
+    for j in range(_BLOCK):
+        x = np.uint32(np.uint32(begin + np.uint32(j)) ^ key)
+        x = np.uint32(np.uint32(x ^ np.uint32(x >> _HALF)) * _FIRST_FACTOR)
+        x = np.uint32(np.uint32(x ^ np.uint32(x >> _NEAR)) * _SECOND_FACTOR)
+        random[j] = np.uint32(x ^ np.uint32(x >> _HALF))
 
 
 @inlined(EXACT)
@@ -34,17 +77,39 @@ def _look_up(table: Array, codes: Array, values: Array) -> None:
 
 
 @inlined(EXACT)
-def _encode(x: Array, bits: Array, scale: Any, cells: Array, codes: Array, size: int) -> None:
-    """Write the code whose value is nearest to the magnitude of x / scale, which overwrites x. `bits` are those of x as integers."""
-    divisor = scale if scale > ZERO else ONE
-    for j in range(size):
-        x[j] = x[j] / divisor
-    for j in range(size):
-        magnitude = np.uint32(bits[j] & _MAGNITUDE)
-        cell = np.uint32(min(np.uint32(max(np.uint32(magnitude >> _HALF), _FIRST) - _ZERO_CELL), _LAST_CELL))
-        codes[j] = cell if magnitude > _NOUGHT else _NOUGHT
-    for j in range(size):
-        codes[j] = np.uint32(cells[codes[j]] + np.uint32(bits[j] & _LOWER)) >> _HALF
+def _encode_signed(x: Array, scale: Any, random: Array, codes: Array) -> None:
+    """Write the codes of first moments, rounded by the upper halves of the random bits."""
+    inverse = ONE / max(abs(scale), _SMALLEST)
+    inverse = -inverse if scale < ZERO else inverse
+    for j in range(codes.size):
+        ratio = abs(x[j] * inverse)
+        position = _SIGNED_SLOPES[0] * ratio
+        for k in range(1, _SIGNED_LAST):
+            line = _SIGNED_AT_0[k] + _SIGNED_SLOPES[k] * ratio
+            position = line if line < position else position
+        line = _SIGNED_AT_0[_SIGNED_LAST] + _SIGNED_SLOPES[_SIGNED_LAST] * ratio
+        position = line if line > position else position
+        position = position if position < _SIGNED_TOP else _SIGNED_TOP
+        number = np.int32(np.uint32(np.uint32(np.int32(position)) + np.uint32(random[j] >> _HALF)) >> _HALF)
+        codes[j] = np.uint8(np.int32(127) + (max(-number, np.int32(-127)) if x[j] * inverse < ZERO else number))
+
+
+@inlined(EXACT)
+def _encode_unsigned(x: Array, scale: Any, random: Array, codes: Array) -> None:
+    """Write the codes of second moments, rounded by the lower halves of the random bits; code 0 is for 0 alone."""
+    inverse = ONE / max(scale, _SMALLEST)
+    for j in range(codes.size):
+        ratio = x[j] * inverse
+        position = _UNSIGNED_AT_0[1] + _UNSIGNED_SLOPES[1] * ratio
+        for k in range(2, _UNSIGNED_LAST):
+            line = _UNSIGNED_AT_0[k] + _UNSIGNED_SLOPES[k] * ratio
+            position = line if line < position else position
+        line = _UNSIGNED_AT_0[_UNSIGNED_LAST] + _UNSIGNED_SLOPES[_UNSIGNED_LAST] * ratio
+        position = line if line > position else position
+        position = position if position > _LOWEST else _LOWEST
+        position = position if position < _UNSIGNED_TOP else _UNSIGNED_TOP
+        number = np.int32(np.uint32(np.uint32(np.int32(position)) + np.uint32(random[j] & _LOWER)) >> _HALF)
+        codes[j] = np.uint8(number if x[j] > ZERO else np.int32(0))
 
 
 @compiled(EXACT)
@@ -55,32 +120,28 @@ def adam8bit(
     m_scales: Array,
     v: Array,
     v_scales: Array,
-    signed: Array,
-    signed_cells: Array,
-    unsigned: Array,
-    unsigned_cells: Array,
     work: Array,
     bits: Array,
     numbers: Array,
+    key: Any,
 ) -> None:
     """Decode m and v, update them and p as `loops.adam` does, encode m and v: block by block  # (N,), scales (N / 256,), work (4, 256).
 
     Args:
-        signed, unsigned: values of the codes (256,).
-        signed_cells, unsigned_cells: `cpu.moments._cells` of both tables.
         work: memory of the loop; `bits` is the same memory as uint32.
         numbers: those of `loops.adam` from beta1 to factor (9,).
+        key: key of the tile's random bits in this step (uint32).
     """
     beta1, beta2, rest1, rest2, eps = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     step, shrink, keep, factor = numbers[5], numbers[6], numbers[7], numbers[8]
+    means, squares, mean_bits, square_bits, random = work[0], work[1], bits[0], bits[1], bits[3]
     for first in range(0, p.size, _BLOCK):
         block, last = first // _BLOCK, min(first + _BLOCK, p.size)
         weights, slopes, m_codes, v_codes = p[first:last], grad[first:last], m[first:last], v[first:last]
-        means, squares, mean_bits, square_bits, codes = work[0], work[1], bits[0], bits[1], bits[3]
         size = weights.size
         m_scale, v_scale = m_scales[block], v_scales[block]
-        _look_up(signed, m_codes, means)
-        _look_up(unsigned, v_codes, squares)
+        _look_up(SIGNED, m_codes, means)
+        _look_up(UNSIGNED, v_codes, squares)
         for j in range(size):
             g = slopes[j] * factor
             mean = means[j] * m_scale * beta1 + g * rest1
@@ -88,13 +149,9 @@ def adam8bit(
             means[j] = mean
             squares[j] = square
             weights[j] = weights[j] * keep - step * mean / (np.sqrt(square) * shrink + eps)
-        bits[2, 0], bits[2, 1] = _largest(mean_bits[:size]), _largest(square_bits[:size])
+        bits[2, 0], bits[2, 1] = _furthest(mean_bits[:size]), _largest(square_bits[:size])
         m_scale, v_scale = work[2, 0], work[2, 1]
         m_scales[block], v_scales[block] = m_scale, v_scale
-        _encode(means, mean_bits, m_scale, signed_cells, codes, size)
-        for j in range(size):
-            code = np.int32(codes[j])
-            m_codes[j] = np.uint8(np.int32(127) + (max(-code, np.int32(-127)) if mean_bits[j] >> _SIGN else code))
-        _encode(squares, square_bits, v_scale, unsigned_cells, codes, size)
-        for j in range(size):
-            v_codes[j] = np.uint8(codes[j])
+        _draw(first, key, random)
+        _encode_signed(means, m_scale, random, m_codes)
+        _encode_unsigned(squares, v_scale, random, v_codes)

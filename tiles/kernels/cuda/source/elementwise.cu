@@ -127,56 +127,16 @@ KERNEL activation_backward(const T *x, const T *dy, T *dx, int kind, long long c
 }
 EXPORT(activation_backward)
 
-// pre (+)= bias, y = activation(pre as rounded)  // (R, N), (N,)
-template <int N, int KIND> __device__ inline void bias_activation_of(T *pre, const T *bias, T *y, int width, long long count) {
-    EACH_PIECE(i, N, count) {
-        Numbers<T, N> z = load<N>(pre + i);
-        if (bias) {
-            Numbers<T, N> more = load<N>(bias + column_of<N>(i, width));
-            UNROLLED
-            for (int e = 0; e < N; e++) z.x[e] = narrow<T>(widen(z.x[e]) + widen(more.x[e]));
-            store<N>(pre + i, z);
-        }
-        UNROLLED
-        for (int e = 0; e < N; e++) z.x[e] = narrow<T>(activate(widen(z.x[e]), KIND));
-        store<N>(y + i, z);
-    }
+// y += bias, rounded  // (R, N), (N,)
+template <int N> __device__ inline void add_bias_of(T *y, const T *bias, int width, long long count) {
+    EACH_PIECE(i, N, count) store<N>(y + i, sum_of<N>(load<N>(y + i), load<N>(bias + column_of<N>(i, width))));
 }
 
-KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long long count) {
-    bool is_wide = width % WIDE == 0 && are_aligned(pre, bias, y);
-    if (is_wide)
-        BY_KIND(kind, bias_activation_of<WIDE, K>(pre, bias, y, width, count))
-    else
-        BY_KIND(kind, bias_activation_of<1, K>(pre, bias, y, width, count))
-}
-EXPORT(bias_activation)
-
-struct Biased {
-    T *y[MOST_TILES];
-    const T *bias[MOST_TILES];
-    long long counts[MOST_TILES];
-    int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES];
-};
-
-template <int N> __device__ inline void add_bias_to(T *y, const T *bias, int width, long long first, long long step, long long count) {
-    for (long long i = first * N; i < count; i += step * N) {
-        Numbers<T, N> z = load<N>(y + i), more = load<N>(bias + column_of<N>(i, width));
-        UNROLLED
-        for (int e = 0; e < N; e++) z.x[e] = narrow<T>(widen(z.x[e]) + widen(more.x[e]));
-        store<N>(y + i, z);
-    }
-}
-
-KERNEL add_bias(Biased given) {
-    TILE_OF_BLOCK(tile, given);
-    T *y = given.y[tile];
-    const T *bias = given.bias[tile];
-    int width = given.widths[tile];
+KERNEL add_bias(T *y, const T *bias, int width, long long count) {
     if (width % WIDE == 0 && are_aligned(y, bias))
-        add_bias_to<WIDE>(y, bias, width, NUMBER_OF_THREAD(given, tile), NUM_THREADS(given, tile), given.counts[tile]);
+        add_bias_of<WIDE>(y, bias, width, count);
     else
-        add_bias_to<1>(y, bias, width, NUMBER_OF_THREAD(given, tile), NUM_THREADS(given, tile), given.counts[tile]);
+        add_bias_of<1>(y, bias, width, count);
 }
 EXPORT(add_bias)
 
@@ -231,6 +191,17 @@ KERNEL cap_backward(const T *y, const T *dy, T *dx, float most, long long count)
     map(count, [=](float y, float d) { return d * (1.0f - y / most) * (1.0f + y / most); }, dx, y, dy);
 }
 EXPORT(cap_backward)
+
+KERNEL clamp(const T *x, T *y, float most, long long count) {
+    map(count, [=](float x) { return x < -most ? -most : x > most ? most : x; }, y, x);
+}
+EXPORT(clamp)
+
+KERNEL clamp_backward(const T *x, const T *dy, T *dx, float most, long long count) {
+    float limit = widen(narrow<T>(most));  // in the type of x, as PyTorch compares
+    map(count, [=](float x, float d) { return fabsf(x) <= limit ? d : 0.0f; }, dx, x, dy);
+}
+EXPORT(clamp_backward)
 
 // pairs (i, i + R/2) of each head's first R features turn by the position's angles, the others stay  // x (mb, t, h D), cos and sin (length, R/2), half R/2,
 // row r of x takes r % length; `count` pairs and features that stay

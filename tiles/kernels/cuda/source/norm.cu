@@ -13,16 +13,14 @@
 // N numbers at a time: what is read again is still in the cache
 template <int N>
 __device__ inline void normalise_row(
-    const T *x, const T *r, const T *bias, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width,
+    const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width,
     float *buffer) {
     const T *in = r ? s : x;
     float sum = 0.0f;
     PIECES_OF_ROW(j, N) {
         Numbers<T, N> a = load<N>(x + j);
         if (r) {
-            Numbers<T, N> more = load<N>(r + j);
-            if (bias) more = sum_of<N>(more, load<N>(bias + j));
-            a = sum_of<N>(a, more);
+            a = sum_of<N>(a, load<N>(r + j));
             store<N>(s + j, a);
         }
         UNROLLED
@@ -48,18 +46,18 @@ __device__ inline void normalise_row(
     }
 }
 
-// [s = x + (r [+ bias]);] y = (s - mean) rstd (gamma + offset) [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
+// [s = x + r;] y = (s - mean) rstd (gamma + offset) [+ beta]; r may be null, then s is x. Without beta: RMS norm, mean is not written.
 KERNEL normalise(
-    const T *x, const T *r, const T *bias, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width) {
+    const T *x, const T *r, const T *gamma, const T *beta, T *s, T *y, float *mean, float *rstd, float eps, float offset, int width) {
     SHARED(float, buffer);
     const T *more = r ? ROW(r) : r;
     T *sum = s ? ROW(s) : s;
     mean += blockIdx.x;
     rstd += blockIdx.x;
-    if (width % WIDE == 0 && are_aligned(x, r, bias, gamma, beta, s, y))
-        normalise_row<WIDE>(ROW(x), more, bias, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
+    if (width % WIDE == 0 && are_aligned(x, r, gamma, beta, s, y))
+        normalise_row<WIDE>(ROW(x), more, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
     else
-        normalise_row<1>(ROW(x), more, bias, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
+        normalise_row<1>(ROW(x), more, gamma, beta, sum, ROW(y), mean, rstd, eps, offset, width, buffer);
 }
 EXPORT(normalise)
 

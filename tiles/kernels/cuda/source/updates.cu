@@ -72,7 +72,7 @@ __device__ inline float clip_factor(const double *norm, double max_norm) {
     return (float)(found < 1.0 || found != found ? found : 1.0);
 }
 
-// Numbers in a row of `hyper`, one for each group of parameters: lr, 1 - beta1^t, 1 - beta2^t, beta1 or momentum, beta2, eps, weight decay, 0
+// Numbers in a row of `hyper`, one for each group of parameters: lr, 1 - beta1^t, 1 - beta2^t, beta1 or momentum, beta2, eps, weight decay, number t of the step
 #define HYPER 8
 
 struct Moved {
@@ -174,10 +174,12 @@ EXPORT(sgd)
 
 // Moments in 8 bits: `reference/moments.py` has the format. A block of threads updates a block of numbers, one for each thread.
 #define CODES 256
+// The code of 0 in the signed table; those of negative numbers are mirrored
+#define SIGNED_ZERO 127
 
 // Value of a code of the signed or the unsigned table: 0, 1, or the centre of interval `place` of `count` in a decade
 __device__ inline float value_of(int code, int is_signed) {
-    int zero = is_signed ? 127 : 0, number = code < zero ? zero - code : code - zero;
+    int zero = is_signed ? SIGNED_ZERO : 0, number = code < zero ? zero - code : code - zero;
     if (number == 0) return 0.0f;
     if (code == CODES - 1) return 1.0f;
     if (!is_signed) number += 1;
@@ -188,26 +190,31 @@ __device__ inline float value_of(int code, int is_signed) {
     return (float)(code < zero ? -centre : centre);
 }
 
-// The code whose value is nearest; `limits`: the largest number of each code but the last
-__device__ inline int nearest_code(float ratio, const float *limits) {
-    int code = 0;
+// Number of the value from `values` (most + 1 of them, from 0 to 1) to which a ratio is rounded: upwards if its place between two, in units of 2^-16,
+// and `random` from 0 to 65,535 are 65,536 or more together
+__device__ inline int rounded_number(float ratio, const float *values, int most, u32 random) {
+    int number = 0;
     for (int step = CODES / 2; step > 0; step /= 2)
-        if (ratio > limits[code + step - 1]) code += step;
-    return code;
+        if (number + step <= most && ratio >= values[number + step]) number += step;
+    if (number == most) return most;
+    float place = (ratio - values[number]) / (values[number + 1] - values[number]);
+    return number + ((u32)(place * 65536.0f) + random >= 65536u ? 1 : 0);
 }
 
-// AdamW with moments in 8 bits; shared memory: values and limits of both tables, and a float for each warp
+// Reciprocal of a scale, or of the smallest one for which it is finite
+__device__ inline float inverse_of(float scale) { return 1.0f / (scale < 1.17549435e-38f ? 1.17549435e-38f : scale); }
+
+// AdamW with moments in 8 bits; shared memory: values of both tables, and a float for each warp
 KERNEL adam8bit(
     T *param, const float *grad, unsigned char *m, float *m_scales, unsigned char *v, float *v_scales, const double *hyper, const double *norm,
-    float *master, double max_norm, int group, long long count) {
+    float *master, double max_norm, int group, long long stream, long long tile, long long count) {
     SHARED(float, tables);
-    float *signed_limits = tables + CODES, *values = tables + 2 * CODES, *limits = tables + 3 * CODES, *buffer = tables + 4 * CODES;
-    int lane = threadIdx.x, next = lane + 1 < CODES ? lane + 1 : lane;
+    float *values = tables + CODES, *buffer = tables + 2 * CODES;
+    int lane = threadIdx.x;
     tables[lane] = value_of(lane, 1);
     values[lane] = value_of(lane, 0);
-    signed_limits[lane] = (value_of(lane, 1) + value_of(next, 1)) / 2;
-    limits[lane] = (value_of(lane, 0) + value_of(next, 0)) / 2;
     AdamTerms at = adam_terms(hyper + HYPER * group, norm, max_norm, 1);
+    u32 key = (u32)mixed((u64)hyper[HYPER * group + 7], (u64)stream, (u64)tile);
     __syncthreads();
     for (long long block = blockIdx.x; block * CODES < count; block += gridDim.x) {
         long long i = block * CODES + lane;
@@ -221,9 +228,13 @@ KERNEL adam8bit(
             param[i] = narrow<T>(weight);
         }
         float m_scale = block_max(fabsf(mean), buffer), v_scale = block_max(square, buffer);
+        if (!__syncthreads_or(mean == m_scale)) m_scale = -m_scale;  // the number of the largest magnitude is negative
         if (i < count) {
-            int code = nearest_code(v_scale > 0.0f ? square / v_scale : 0.0f, limits);
-            m[i] = (unsigned char)nearest_code(m_scale > 0.0f ? mean / m_scale : 0.0f, signed_limits);
+            u32 random = scrambled((u32)i ^ key, 0);
+            float ratio = mean * (m_scale < 0.0f ? -inverse_of(-m_scale) : inverse_of(m_scale));
+            int number = rounded_number(fabsf(ratio), tables + SIGNED_ZERO, CODES - 1 - SIGNED_ZERO, random >> 16);
+            int code = rounded_number(square * inverse_of(v_scale), values, CODES - 1, random & 0xFFFFu);
+            m[i] = (unsigned char)(SIGNED_ZERO + (ratio < 0.0f ? (number > SIGNED_ZERO ? -SIGNED_ZERO : -number) : number));
             v[i] = (unsigned char)(code == 0 && square > 0.0f ? 1 : code);
         }
         if (lane == 0) {
