@@ -58,7 +58,7 @@ H100: 3.0 TB/s, 800 Tflop/s, 2 µs a launch.
 
 Expected MFU: {small:.0%} for GPT-2 small and {xl:.0%} for XL; the bars are 40% and 50%. Expected rate of GPT-2 small on an H200: {rate:,.0f}
 tokens/s. The kernels that were measured there had {over:.2f} of their expected rate. Of {count} measured alone, the middle half took {low:.2f} to
-{high:.2f} x of the expected time, and `{worst}` {most:.1f} x.
+{high:.2f} x of the expected time, and `{worst}` {most:.1f} x; some of these kernels have changed since.
 """
 MODEL: Final = Path(__file__).with_name("model.json")
 SHOWN: Final = 0.015

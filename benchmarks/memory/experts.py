@@ -103,7 +103,7 @@ class Needs:
                 if condition is not None and condition.guard >= 0 and after.accesses[condition.guard][0] is written and flags[condition.number]:
                     weights = [handle for handle, mode in after.accesses if mode == "R" and handle.spec.kind == "persistent"]
                     self.chosen += sum(handle.spec.nbytes for handle in weights)
-                    self.absent += sum(handle.spec.nbytes for handle in weights if all(node > 1 for node in handle.replicas))
+                    self.absent += sum(handle.spec.nbytes for handle in weights if 0 not in handle.replicas)
         return self._handle(event)
 
 

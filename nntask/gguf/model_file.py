@@ -80,11 +80,12 @@ class GgufModel:
         for name, (file, each) in shards.tensors.items():
             located = LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
             if architecture.has_experts(name):
-                self.tensors |= {architecture.name_there(name, expert): located.expert(expert) for expert in range(each.shape[0])}
-            elif name not in ALL_FACTORS and not (ties and name == HEAD):
-                if (there := architecture.name_there(name)) in self.tensors:
-                    raise DataError(f"{name} in {path} has the same weights as another tensor, {self.tensors[there].name}", "convert the model again")
-                self.tensors[there] = located
+                held = {architecture.name_there(name, expert): located.expert(expert) for expert in range(each.shape[0])}
+            else:
+                held = {} if name in ALL_FACTORS or (ties and name == HEAD) else {architecture.name_there(name): located}
+            for there in held.keys() & self.tensors.keys():
+                raise DataError(f"{name} in {path} has the same weights as another tensor, {self.tensors[there].name}", "convert the model again")
+            self.tensors |= held
         self._metadata, self._ids = shards.metadata, ids
 
     @property

@@ -74,7 +74,8 @@ def _searched(step: OrderedStep, order: str) -> list[PlanCandidate]:
     if not (base.moves_nothing or base.is_bound_by_tasks):
         candidates = Search(candidates, order).candidates()
     best = best_of(candidates)
-    in_all = evaluate(best.step, order, best.recomputation, only=() if _most_judged(best.step) >= ORDERS else (best.order, *LIKELY))
+    likely = () if _most_judged(best.step) >= ORDERS else tuple(dict.fromkeys((best.order, *LIKELY)))
+    in_all = evaluate(best.step, order, best.recomputation, only=likely)
     others = [candidate for candidate in candidates if candidate.recomputation is not best.recomputation]
     return [*in_all, *others] if best.recomputation is candidates[0].recomputation else [*others, *in_all]
 

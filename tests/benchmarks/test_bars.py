@@ -46,7 +46,8 @@ def run(order: PlannedOrder, nodes: list[tuple[str, int]], policy: str, eviction
     )
 
 
-MISSED = pytest.mark.xfail(strict=True, reason="at half of the memory a step moves 1.155 times the bound: some data is written early in vain")
+REASON = "at half of the memory a step moves 1.155 times the bound: some data is written early, and not read again"
+MISSED = pytest.mark.xfail(strict=True, reason=REASON)
 
 
 @pytest.mark.parametrize("part", [4, 3, pytest.param(2, marks=(pytest.mark.long, MISSED))])

@@ -46,12 +46,14 @@ def without(
     *,
     is_apart: bool = False,
     more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    is_first: bool = False,
 ) -> Path:
     """A file without keys and tensors that end in `left_out`, and with other numbers of some keys.
 
     Args:
         is_apart: whether the file has a tensor for each expert, as llama.cpp's converter first wrote them.
         more: fp32 tensors to add, or to put in the place of others.
+        is_first: whether those come before the others in the file.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
@@ -59,15 +61,17 @@ def without(
         if not key.startswith("GGUF.") and key != "general.architecture" and not (left_out and key.endswith(left_out)):
             value = changes.get(key.rpartition(".")[2], field.contents())
             writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    tensors = [(name, values, None) for name, values in more.items()]
+    others = []
     for tensor in reader.tensors:
         pieces = {tensor.name: np.array(tensor.data)}
         if is_apart and tensor.name.endswith("_exps.weight"):
             pieces = {tensor.name.replace("_exps.weight", f".{expert}.weight"): values for expert, values in enumerate(pieces[tensor.name])}
         for name, values in pieces.items():
             if not (left_out and name.endswith(left_out)) and name not in more:
-                writer.add_tensor(name, values, raw_dtype=tensor.tensor_type)
-    for name, values in more.items():
-        writer.add_tensor(name, values)
+                others.append((name, values, tensor.tensor_type))
+    for name, values, kind in [*tensors, *others] if is_first else [*others, *tensors]:
+        writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -174,11 +178,13 @@ def test_a_wrong_size_of_one_expert_names_the_file(tmp_path: Path, layer: str, s
         read(path, ModelTiling())
 
 
-def test_an_expert_that_is_there_twice(tmp_path: Path) -> None:
-    """Alone and in the tensor of all experts."""
+@pytest.mark.parametrize(("is_first", "names"), [(False, (".3", "_exps")), (True, ("_exps", ".3"))], ids=["after", "before"])
+def test_an_expert_that_is_there_twice(tmp_path: Path, is_first: bool, names: tuple[str, str]) -> None:
+    """Alone, after or before the tensor of all experts."""
     whole = write_theirs(tmp_path / "whole.gguf", hf_model(wide(expressible("mixtral"))))
-    without(whole, tmp_path / "twice.gguf", "", {}, more={"blk.1.ffn_up.3.weight": np.zeros((96, 64), np.float32)})
-    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.3\.weight in .*twice\.gguf has the same weights as another tensor, blk\.1\.ffn_up_exps"):
+    without(whole, tmp_path / "twice.gguf", "", {}, more={"blk.1.ffn_up.3.weight": np.zeros((96, 64), np.float32)}, is_first=is_first)
+    second, first = (rf"blk\.1\.ffn_up{name}\.weight" for name in names)
+    with pytest.raises(DataError, match=rf"{second} in .*twice\.gguf has the same weights as another tensor, {first}"):
         read(tmp_path / "twice.gguf", ModelTiling())
 
 

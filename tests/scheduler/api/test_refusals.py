@@ -143,7 +143,11 @@ REFUSED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
     (an_unknown_eviction_policy, ValueError, r"^unknown eviction policy 'random'; there are next-use, lru, fifo$"),
     (a_worker_that_is_missing, PlacementError, r"^place\(\) takes the name of a worker of this runtime, got 'worker 2'; name one of cpu:0, sim:0$"),
     (an_unknown_order, RecordingError, r"^this step has no order 'backwards'; it has submission, .*, and auto$"),
-    (an_unknown_recomputation, RecordingError, r"^this step has no results of 'gelu' to recompute; name some of "),
+    (
+        an_unknown_recomputation,
+        RecordingError,
+        r"^this step has no results of 'gelu' to recompute; none of its results can be recomputed, so use 'none'$",
+    ),
     (a_source_after_the_end, SchedulerError, r"^the runtime is closed$"),
     (a_budget_without_addresses, MemoryError, r"^the system refused to reserve 4,611,686,018,427,387,904 bytes .*; lower the memory budget$"),
 ]

@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 
 from nntask import DoesNotFit, UsageError  # noqa: E402
 from wrappers.torch import Trainer  # noqa: E402
+from wrappers.torch.tasks.threads import Threads  # noqa: E402
 
 USUAL: dict[str, Any] = {
     **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "learning_rate": 3e-3, "weight_decay": 0.1},
@@ -393,3 +394,18 @@ def test_a_trainer_that_is_dropped_ends_its_session(tmp_path: Path, request: pyt
         thread.join(DEADLINE)
     assert set(threading.enumerate()) <= before
     assert torch.get_num_threads() == 2
+
+
+def test_a_session_opens_while_a_dropped_one_ends(request: pytest.FixtureRequest) -> None:
+    """Both have the same number of threads, though the program has another one. A session with another number has to wait."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    first = Threads(1)
+    Threads.leave()
+    assert torch.get_num_threads() == 2
+    with pytest.raises(UsageError, match=r"sessions that are open at once must have equal threads=, got 2 and 1; close the other first"):
+        Threads(2)
+    second = Threads(1)
+    assert torch.get_num_threads() == 1
+    for each in (second, first):
+        each.end()

@@ -113,7 +113,7 @@ class CublasLt:
         return plan
 
     def _reason(self, alignments: tuple[int, ...]) -> str:
-        """Return why no plan is asked for; "" if nothing speaks against it."""
+        """Return why no plan is asked for; "" if one is."""
         if self._library is None:
             return "cuBLASLt was not found"
         if min(alignments) < _LEAST_ALIGNMENT:
@@ -190,8 +190,8 @@ class CublasLt:
         if not self._has_warned:
             self._has_warned = True
             shape = f"{product.n} rows of {product.k} numbers by {product.m} columns of {product.a.dtype}"
-            said = reason or f"cuBLASLt has no product with a bias for {shape}"
-            warnings.warn(f"{said}; such biases are added by a kernel of their own, which takes longer", RuntimeWarning, stacklevel=2)
+            fact = reason or f"cuBLASLt has no product with a bias for {shape}"
+            warnings.warn(f"{fact}; such biases are added by a kernel of their own, which takes longer", RuntimeWarning, stacklevel=2)
 
 
 def _alignment(array: DeviceArray) -> int:

@@ -145,7 +145,7 @@ def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, f
     given = backward_tiles(tiles, num_c, how)
     short, shape = given.xs[0].dtype, (given.ws[0].shape[0], given.xs[0].rows().shape[0])
     is_summed = short != _FLOAT and not _rows_at_once(shape[1], shape[0])
-    sums = _sums_behind_logits(given.scratch, given.dxs, shape[0]) if is_summed else [dx.rows() for dx in given.dxs]
+    sums = _sums_after_logits(given.scratch, given.dxs, shape[0]) if is_summed else [dx.rows() for dx in given.dxs]
     for logits in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
         goes_on = logits.columns.start > 0 or not (first or is_summed)
         _gradients(logits, given, sums, v_start=v_start, scale=scale, cap=how.cap, goes_on=goes_on, accumulate=accumulate)
@@ -154,7 +154,7 @@ def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, f
             add_float(dx_sum, dx, accumulate=not first)
 
 
-def _sums_behind_logits(scratch: DeviceArray, dxs: Sequence[DeviceArray], num_columns: int) -> list[DeviceArray]:
+def _sums_after_logits(scratch: DeviceArray, dxs: Sequence[DeviceArray], num_columns: int) -> list[DeviceArray]:
     """Return arrays in fp32 for the sums of dx over blocks of columns, which are rounded once at the end."""
     dxs = [dx.rows() for dx in dxs]
     ends = accumulate_sizes([head_scratch_nbytes(dxs[0].shape[0], num_columns, 0), *(4 * dx.size for dx in dxs)])

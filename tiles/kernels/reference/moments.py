@@ -33,7 +33,7 @@ DECADES: Final = 7
 """Number of decades of a table."""
 
 SMALLEST: Final = np.finfo(np.float32).tiny
-"""Smallest scale whose reciprocal is finite; numbers of blocks with smaller ones are divided by it."""
+"""Smallest normal number. Numbers of blocks whose scale has a smaller magnitude are divided by it, so that the reciprocal is finite."""
 
 
 def num_blocks(size: int) -> int:

@@ -98,10 +98,9 @@ class Threads(WhileOpen):
         torch.set_num_threads(self.count)
 
     def _join(self) -> None:
-        if torch.get_num_threads() != self.count:
-            raise UsageError(
-                f"sessions that are open at once must have equal threads=, got {self.count} and {torch.get_num_threads()}", "close the other first"
-            )
+        if (held := type(self)._held[0]) != self.count:
+            raise UsageError(f"sessions that are open at once must have equal threads=, got {self.count} and {held}", "close the other first")
+        torch.set_num_threads(held)  # a thread that has dropped a session has its own number again
 
     @classmethod
     def _restore(cls) -> None:

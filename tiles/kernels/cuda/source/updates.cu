@@ -201,7 +201,7 @@ __device__ inline int rounded_number(float ratio, const float *values, int most,
     return number + ((u32)(place * 65536.0f) + random >= 65536u ? 1 : 0);
 }
 
-// Reciprocal of a scale, or of the smallest one for which it is finite
+// Reciprocal of a scale, at least of the smallest normal number
 __device__ inline float inverse_of(float scale) { return 1.0f / (scale < 1.17549435e-38f ? 1.17549435e-38f : scale); }
 
 // AdamW with moments in 8 bits; shared memory: values of both tables, and a float for each warp
