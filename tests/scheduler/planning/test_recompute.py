@@ -274,3 +274,18 @@ def test_a_judge_has_the_last_word() -> None:
     given = choose_plan(plan, plain.name, NONE, PlanningMachine(**short, judge=pytest.fail))
     assert (given.name, given.recompute) == (plain.name, NONE)
     assert not choose_plan(plan, AUTO, AUTO, PlanningMachine(**{**short, "memory": 1 << 40}, judge=pytest.fail)).forecasts
+
+
+def test_each_plan_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a step of which few plans can be judged, whose best order is a likely one as well."""
+    plan, seen = toy_step(), list[list[str]]()
+    monkeypatch.setattr("scheduler.planning.choice.JUDGED_TASKS", 2 * len(plan.tasks))
+
+    def judge(planned: StepPlan) -> float:
+        seen.append([f"{task!r}" for task in planned.tasks])
+        return float(len(seen))
+
+    short: dict[str, Any] = {"memory": int(plan.needed_bytes() / 1.5), "last": 1 << 40, "computes_on_last": False, "pace": pace}
+    assert choose_plan(plan, AUTO, AUTO, PlanningMachine(**short, judge=judge)).name == "turn:1/8"
+    assert len(seen) == 2
+    assert seen[0] != seen[1]
