@@ -79,7 +79,7 @@ def test_a_plan_that_does_not_fit_chooses_nothing(config: str, capsys: pytest.Ca
     assert main(["plan", config, "--batch=2", "--ram=16KiB", "--disk=scratch:100MB"]) == 3
     out = capsys.readouterr().out
     assert "feasible            no: " in out
-    for word in ("(chosen)", "forecast", "everything fits", "peak", "seconds"):
+    for word in ("(chosen", "forecast", "everything fits", "peak", "seconds"):
         assert word not in out
 
 
@@ -229,7 +229,7 @@ def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytes
     assert main(flags) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.endswith("(given)")] == ["layers"]
-    assert "(chosen)" not in out
+    assert not any("(chosen" in line for line in out.splitlines() if line.startswith("order"))
 
 
 @pytest.mark.parametrize(

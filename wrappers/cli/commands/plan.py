@@ -222,7 +222,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
     if figures["seconds_per_step"] is not None:
-        pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
+        rate = figures["tokens_per_second"]
+        pace = f"{figures['seconds_per_step']:.3g}, {rate:{',.0f' if rate >= 10 else '.2g'}} tokens/s, {figures['busy_share']:.0%} busy"
         yield f"seconds per step    {pace}, simulated"
     if (worst := figures["worst_case"]) is not None:
         moved = sum(figures["moved_bytes_per_step"].values())
@@ -240,7 +241,8 @@ def _orders(figures: Mapping[str, Any]) -> Iterator[str]:
         beside = f"up to {format_size(outside['beside'])} of recorded steps and kernels' working memory"
         yield f"outside --ram       {format_size(outside['imports'])} of imports, and {beside}"
     order = figures["order"]
-    mark = " (given)" if figures["order_is_given"] else " (chosen)"
+    judged = f": {figures['judged_seconds']:.3g} s in virtual time" if figures.get("judged_seconds") else ""
+    mark = " (given)" if figures["order_is_given"] else f" (chosen{judged})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == order else "")
