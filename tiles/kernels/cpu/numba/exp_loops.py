@@ -80,7 +80,8 @@ def _silu(x: Any) -> Any:
 def silu_gate(gate: Array, up: Array, y: Array) -> None:
     """y = gate sigmoid(gate) up  # (N,)."""
     for i in range(gate.size):
-        y[i] = _silu(gate[i]) * up[i]
+        a = gate[i]
+        y[i] = a / (ONE + _bounded_exp(-a)) * up[i]  # not `_silu`, whose quotient would be rounded by itself
 
 
 @compiled(REASSOCIATE)
