@@ -249,7 +249,7 @@ class Executor(TaskReports):
                 mine = action.task
             else:
                 self.run_task(action)
-        if self.trace is not None:
+        if self.machine.conditions.log:
             self.observe_skips()
         stalls = self._stalls
         if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would add a call per event

@@ -61,7 +61,7 @@ class TaskReports:
         A skip after an acquisition of the program, which has no track, is on the track of the first worker.
         """
         skips, trace = self.machine.conditions.log, self.trace
-        if skips and trace is not None and trace.active:
+        if trace is not None and trace.active:
             now = perf_counter_ns()
             for task, worker in skips:
                 trace.add_skip(0 if worker is None else max(0, worker.id), task.spec.name, task.id, now)

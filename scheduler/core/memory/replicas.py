@@ -54,23 +54,8 @@ class Replicas:
     """
 
     __slots__ = (
-        "broken",
-        "candidates",
-        "copies",
-        "eviction",
-        "foresight",
-        "has_several",
-        "last",
-        "nodes",
-        "num_cold",
-        "num_evictions",
-        "num_files",
-        "num_flag_writes",
-        "num_missed",
-        "num_released",
-        "readers",
-        "reservations",
-        "wanted",
+        "broken", "candidates", "copies", "eviction", "foresight", "has_several", "last", "nodes", "num_cold",
+        "num_evictions", "num_files", "num_flag_writes", "num_missed", "num_released", "readers", "reservations", "wanted",
     )  # fmt: skip
 
     def __init__(self, nodes: Sequence[MemoryNode], foresight: Foresight, eviction: EvictionPolicy) -> None:

@@ -401,8 +401,11 @@ def test_a_session_opens_while_a_dropped_one_ends(request: pytest.FixtureRequest
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)
     first = Threads(1)
+    Threads.hold()
     Threads.leave()
     assert torch.get_num_threads() == 2
+    Threads.hold()  # as a worker does that has collected a session, and computes for another one
+    assert torch.get_num_threads() == 1
     with pytest.raises(UsageError, match=r"sessions that are open at once must have equal threads=, got 2 and 1; close the other first"):
         Threads(2)
     second = Threads(1)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 from .array import DeviceArray
-from .products import TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, cublas_lt
+from .products import TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, check, cublas_lt
 
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
 """cublasLtMatmulDescAttributes_t."""
@@ -157,7 +157,7 @@ class CublasLt:
                 self._blas.handle, described, a, b, c, c, preference, 1, ctypes.byref(chosen), ctypes.byref(count)
             )
         finally:
-            _check(library.cublasLtMatmulPreferenceDestroy(preference))
+            check(library.cublasLtMatmulPreferenceDestroy(preference))
         if status not in (0, *_REFUSALS):
             raise CublasError(status)
         return None if status or count.value == 0 or chosen.state else chosen
@@ -170,20 +170,20 @@ class CublasLt:
                 self._destroy(plan.product, plan.layouts)
 
     def _destroy(self, described: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]) -> None:
-        _check(self._library.cublasLtMatmulDescDestroy(described))
+        check(self._library.cublasLtMatmulDescDestroy(described))
         for layout in layouts:
-            _check(self._library.cublasLtMatrixLayoutDestroy(layout))
+            check(self._library.cublasLtMatrixLayoutDestroy(layout))
 
     @staticmethod
     def _created(create: Any, *arguments: int) -> ctypes.c_void_p:
         """Return a new description."""
         created = ctypes.c_void_p()
-        _check(create(ctypes.byref(created), *arguments))
+        check(create(ctypes.byref(created), *arguments))
         return created
 
     @staticmethod
     def _set(function: Any, described: ctypes.c_void_p, attribute: int, value: Any) -> None:
-        _check(function(described, attribute, ctypes.byref(value), ctypes.sizeof(value)))
+        check(function(described, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
     def _warn(self, product: ColumnMajor, reason: str) -> None:
         """Warn at the first refusal."""
@@ -197,11 +197,6 @@ class CublasLt:
 def _alignment(array: DeviceArray) -> int:
     """Return the largest power of two up to `_MOST_ALIGNMENT` that divides the address."""
     return min(array.address & -array.address, _MOST_ALIGNMENT)
-
-
-def _check(status: int) -> None:
-    if status:
-        raise CublasError(status)
 
 
 def _library() -> Any:

@@ -97,13 +97,13 @@ class Cublas:
         self.sums = {4: _TF32 if tf32 else _FP32, 2: _FP32}
         self.handle = ctypes.c_void_p()
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
-        self._check(self._library.cublasCreate_v2(ctypes.byref(self.handle)))
-        self._check(self._library.cublasSetMathMode(self.handle, _SUMS_IN_FP32))
+        check(self._library.cublasCreate_v2(ctypes.byref(self.handle)))
+        check(self._library.cublasSetMathMode(self.handle, _SUMS_IN_FP32))
 
     def use(self, stream: int) -> None:
         """Compute on `stream` from now on."""
-        self._check(self._library.cublasSetStream_v2(self.handle, stream))
-        self._check(self._library.cublasSetWorkspace_v2(self.handle, self._workspace, WORKSPACE_NBYTES))
+        check(self._library.cublasSetStream_v2(self.handle, stream))
+        check(self._library.cublasSetWorkspace_v2(self.handle, self._workspace, WORKSPACE_NBYTES))
 
     def multiply(self, product: ColumnMajor, alpha: float, accumulate: bool) -> None:
         """Start a product; sums are taken in fp32.
@@ -118,19 +118,19 @@ class Cublas:
             ctypes.byref(self._one if accumulate else self._zero), c.address, TYPES[c.dtype], ldc,
             self.sums[a.dtype.itemsize], _DEFAULT_ALGORITHM,
         )  # fmt: skip
-        if status:
-            raise CublasError(status)
+        check(status)
 
     def close(self) -> None:
         """Release the resources of cuBLAS; idempotent."""
         handle, self.handle = self.handle, ctypes.c_void_p()
         if handle.value is not None:
-            self._check(self._library.cublasDestroy_v2(handle))
+            check(self._library.cublasDestroy_v2(handle))
 
-    @staticmethod
-    def _check(status: int) -> None:
-        if status:
-            raise CublasError(status)
+
+def check(status: int) -> None:
+    """Raise `CublasError` unless a call of cuBLAS or cuBLASLt has succeeded."""
+    if status:
+        raise CublasError(status)
 
 
 @cache

@@ -88,9 +88,10 @@ class Threads(WhileOpen):
 
     @classmethod
     def leave(cls) -> None:
-        """Give the calling thread its own number back, without a lock, before `end` runs in another thread."""
+        """Give the calling thread its own number back, without a lock, before `end` runs in another thread; a worker takes it anew to compute."""
         if cls._num_open == 1:
             torch.set_num_threads(cls._before)
+            cls._here.held = None
 
     def _begin(self) -> None:
         type(self)._before = torch.get_num_threads()
