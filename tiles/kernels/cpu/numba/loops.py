@@ -280,17 +280,17 @@ def add_rows_at(rows: Array, ids: Array, start: int, table: Array) -> None:
 
 
 @inlined(EXACT)
+def scrambled(x: Any) -> Any:
+    """Return `reference.random.scrambled` of one number (uint32)."""
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@inlined(EXACT)
 def _mixed(x: Any, key0: Any, key1: Any) -> Any:
     """Return the hash of the reference (`reference.random`), 32 bits."""
-    x = np.uint32(x ^ key0)
-    for salt in (key1, np.uint32(0)):
-        x = np.uint32(x ^ (x >> np.uint32(16)))
-        x = np.uint32(x * np.uint32(0x7FEB352D))
-        x = np.uint32(x ^ (x >> np.uint32(15)))
-        x = np.uint32(x * np.uint32(0x846CA68B))
-        x = np.uint32(x ^ (x >> np.uint32(16)))
-        x = np.uint32(x + salt)
-    return x
+    return scrambled(np.uint32(scrambled(np.uint32(x ^ key0)) + key1))
 
 
 @inlined(EXACT)

@@ -16,12 +16,12 @@ import numpy as np
 
 from ...reference.moments import SIGNED, UNSIGNED
 from .compiled import EXACT, ONE, ZERO, Array, compiled, f32, inlined
+from .loops import scrambled
 
 _BLOCK: Final = 256
 _SMALLEST: Final = f32(2.0**-126)  # `reference.moments.SMALLEST`
-_MAGNITUDE, _HALF, _LOWER, _NEAR = (np.uint32(number) for number in (0x7FFFFFFF, 16, 0xFFFF, 15))
+_MAGNITUDE, _HALF, _LOWER = (np.uint32(number) for number in (0x7FFFFFFF, 16, 0xFFFF))
 _ONE_BIT, _SIGN = np.uint32(1), np.uint32(31)
-_FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
 def _lines(values: Array) -> tuple[Array, Array]:
@@ -63,10 +63,7 @@ def _draw(first: int, key: Any, random: Array) -> None:
     """Write `reference.moments.draws` of a block's elements, the first of which is element `first` of its tile."""
     begin = np.uint32(first)
     for j in range(_BLOCK):
-        x = np.uint32(np.uint32(begin + np.uint32(j)) ^ key)
-        x = np.uint32(np.uint32(x ^ np.uint32(x >> _HALF)) * _FIRST_FACTOR)
-        x = np.uint32(np.uint32(x ^ np.uint32(x >> _NEAR)) * _SECOND_FACTOR)
-        random[j] = np.uint32(x ^ np.uint32(x >> _HALF))
+        random[j] = scrambled(np.uint32(np.uint32(begin + np.uint32(j)) ^ key))
 
 
 @inlined(EXACT)
