@@ -225,7 +225,7 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
         "a grid has",
     ),
     "a workspace that the stream has taken": (
-        replaced(Cublas, "use", lambda inner: lambda blas, stream: blas._check(blas._library.cublasSetStream_v2(blas.handle, stream))),
+        replaced(Cublas, "use", lambda inner: lambda blas, stream: products.check(blas._library.cublasSetStream_v2(blas.handle, stream))),
         step,
         "the stream has taken the workspace away",
     ),

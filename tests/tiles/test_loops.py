@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from support.deadline import DEADLINE
 
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cpu.elementwise import convert
-from tiles.kernels.cpu.numba import compiler_memory, exp_loops, loops
+from tiles.kernels.cpu.numba import block_loops, compiler_memory, exp_loops, loops, moment_loops, routing_loops, row_loops, score_loops
 from tiles.kernels.cpu.numba.compiled import EXACT, compiled
 from tiles.kernels.reference.elementwise import erf as reference_erf
 from tiles.kernels.registry import BF16
@@ -161,14 +162,17 @@ def test_bits_do_not_depend_on_who_compiled_or_what_was_loaded_first(tmp_path: P
     assert found[0] == found[1] == found[2]
 
 
-def test_loops_call_no_other_loop() -> None:
+LOOPS = (block_loops, exp_loops, loops, moment_loops, routing_loops, row_loops, score_loops)
+
+
+@pytest.mark.parametrize("module", LOOPS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_loops_call_no_other_loop(module: ModuleType) -> None:
     """What loops share becomes part of each of them (`compiled.inlined`): a name that two files of code define runs whichever was loaded first."""
-    for module in (loops, exp_loops):
-        made = {name: each for name, each in vars(module).items() if hasattr(each, "py_func") and each.py_func.__module__ == module.__name__}
-        assert all(bool(each.targetoptions.get("forceinline")) == name.startswith("_") for name, each in made.items())
-        whole = {name for name in made if not name.startswith("_")}
-        assert len(whole) > 5
-        assert not [(name, used) for name in made for used in whole & set(made[name].py_func.__code__.co_names)]
+    parts = {name: part for name, part in vars(module).items() if hasattr(part, "py_func")}
+    assert all(bool(part.targetoptions.get("forceinline")) == name.startswith("_") for name, part in parts.items())
+    whole = {name for name in parts if not name.startswith("_")}
+    assert whole
+    assert not [(name, used) for name, part in parts.items() for used in whole & set(part.py_func.__code__.co_names)]
 
 
 def test_nothing_is_compiled_before_a_kernel_runs() -> None:

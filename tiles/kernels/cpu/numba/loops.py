@@ -280,7 +280,7 @@ def add_rows_at(rows: Array, ids: Array, start: int, table: Array) -> None:
 
 
 @inlined(EXACT)
-def scrambled(x: Any) -> Any:
+def _scrambled(x: Any) -> Any:
     """Return `reference.random.scrambled` of one number (uint32)."""
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) * np.uint32(0x846CA68B))
@@ -290,7 +290,7 @@ def scrambled(x: Any) -> Any:
 @inlined(EXACT)
 def _mixed(x: Any, key0: Any, key1: Any) -> Any:
     """Return the hash of the reference (`reference.random`), 32 bits."""
-    return scrambled(np.uint32(scrambled(np.uint32(x ^ key0)) + key1))
+    return _scrambled(np.uint32(_scrambled(np.uint32(x ^ key0)) + key1))
 
 
 @inlined(EXACT)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...reference.moments import SIGNED, UNSIGNED
 from .compiled import EXACT, ONE, ZERO, Array, compiled, f32, inlined
-from .loops import scrambled
+from .loops import _scrambled
 
 _BLOCK: Final = 256
 _SMALLEST: Final = f32(2.0**-126)  # `reference.moments.SMALLEST`
@@ -63,7 +63,7 @@ def _draw(first: int, key: Any, random: Array) -> None:
     """Write `reference.moments.draws` of a block's elements, the first of which is element `first` of its tile."""
     begin = np.uint32(first)
     for j in range(_BLOCK):
-        random[j] = scrambled(np.uint32(np.uint32(begin + np.uint32(j)) ^ key))
+        random[j] = _scrambled(np.uint32(np.uint32(begin + np.uint32(j)) ^ key))
 
 
 @inlined(EXACT)
