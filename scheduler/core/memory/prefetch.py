@@ -40,7 +40,7 @@ TASKS: Final = 128
 """Largest number of tasks of a window."""
 
 STRIDE: Final = 2
-"""Number of tasks of the node that end before a window is computed again, if no copy to the node has ended and no data there was dropped."""
+"""Number of tasks of the node that end before a window is computed again, if no data there was dropped."""
 
 COMPLETE_STRIDE: Final = 16
 """The same number for a window that missed nothing. Computing it every second task would take as long as the tasks' own events."""
@@ -69,7 +69,10 @@ class Lookahead:
         self._most = READS if memories < len(replicas.nodes) else min(READS, QUEUE * (memories - 1))  # prefetches in progress
         self._num_ended = 0  # number of tasks of the node that have ended
         self._changes: tuple[object, ...] = ()  # counters of events that change a window, when it was last computed
+        self._computed: list[tuple[HandleRecord, Replay, int]] = []  # data that the window misses, as far as it was asked for
+        self._remainder: Iterator[tuple[HandleRecord, Replay, int]] = iter(())  # computes what follows
         self._is_complete = False  # whether it missed nothing
+        self._num_copied = -1  # number of copies to the node that had ended at the last search for data to fetch
         self._waits = False  # whether data waited then for memory, a link, or its use elsewhere
         self._failed: tuple[HandleRecord, int, int] | None = None  # the latest search for victims in vain, and `Candidates.num_changes` at the time
 
@@ -96,48 +99,67 @@ class Lookahead:
     def rest(self) -> None:
         """Forget the last replay, now that none is in progress."""
         self._write_back.rest()
-        self._changes = ()
+        self._changes, self._computed, self._remainder = (), [], iter(())
 
     def _fetch_window(self, limit: int, actions: list[Action]) -> bool:
         """Start at most `limit` copies of data that the window misses; return whether more copies may be started, for tasks beyond it."""
         replicas, node = self.replicas, self.node
-        stride = COMPLETE_STRIDE if self._is_complete else STRIDE
-        changes = (
-            self._num_ended // stride,
-            replicas.copies.num_ended[node],
-            replicas.num_missed[node],
-            replicas.num_flag_writes,
-            *replicas.foresight.replays,
-        )
+        has_moved = self._update_window()
+        num_ended = replicas.copies.num_ended[node]
         is_idle = self._waits and not replicas.copies.num_arriving(node)
-        if self.is_only and changes == self._changes and not is_idle:  # tasks of other nodes change data at any time
+        if self.is_only and not has_moved and num_ended == self._num_copied and not is_idle:  # tasks of other nodes change data at any time
             return not self._waits
-        self._changes, self._waits, self._is_complete = changes, False, False
-        reach = most = replicas.nodes[node].budget // AHEAD
+        self._num_copied, self._waits = num_ended, False
         queued = 0  # bytes that wait for a full link, and are used before those that follow
+        for handle, replay, position in self._missing():
+            if node in handle.replicas or not handle.replicas:
+                continue
+            outcome = self._fetch(handle, replay, position, queued, actions)
+            if outcome == "nothing":
+                continue
+            self._waits = self._waits or outcome != "started"
+            queued += handle.spec.size if outcome == "full link" else 0
+            limit -= outcome == "started"
+            if not limit or outcome == "no room":
+                return False
+        return True
+
+    def _update_window(self) -> bool:
+        """Start to compute the window again if it may have changed; return whether it may have."""
+        replicas = self.replicas
+        stride = COMPLETE_STRIDE if self._is_complete else STRIDE
+        changes = (self._num_ended // stride, replicas.num_missed[self.node], replicas.num_flag_writes, *replicas.foresight.replays)
+        if changes == self._changes:
+            return False
+        self._changes, self._is_complete = changes, False
+        self._computed, self._remainder = [], self._window()
+        return True
+
+    def _missing(self) -> Iterator[tuple[HandleRecord, Replay, int]]:
+        """Iterate over data that the window missed when it was computed, with the replay and the position of a task that reads it."""
+        yield from self._computed
+        for access in self._remainder:
+            self._computed.append(access)
+            yield access
+
+    def _window(self) -> Iterator[tuple[HandleRecord, Replay, int]]:
+        """Compute the window: iterate over the data that it misses."""
+        replicas, node, is_only = self.replicas, self.node, self.is_only
+        reach = most = replicas.nodes[node].budget // AHEAD
         for replay, position in islice(self._tasks_ahead(), TASKS):
             task = replay.tasks[position]
             if task.state not in _TO_COME or not replicas.foresight.will_run(replay, task):
                 continue
             for handle, mode in task.accesses:
                 replica = handle.replicas.get(node)
-                if replica is not None and replica.state != "reserved" and (replica.last_use or not self.is_only):
+                if replica is not None and replica.state != "reserved" and (replica.last_use or not is_only):
                     continue
                 reach -= handle.spec.size
-                if replica is not None or not handle.replicas or (mode != R and mode != RW):
-                    continue
-                outcome = self._fetch(handle, replay, position, queued, actions)
-                if outcome == "nothing":
-                    continue
-                self._waits = self._waits or outcome != "started"
-                queued += handle.spec.size if outcome == "full link" else 0
-                limit -= outcome == "started"
-                if not limit or outcome == "no room":
-                    return False
+                if replica is None and (mode == R or mode == RW):
+                    yield handle, replay, position
             if reach <= 0:
-                break
+                return
         self._is_complete = reach == most
-        return True
 
     def _tasks_ahead(self) -> Iterator[tuple[Replay, int]]:
         """Iterate over the unfinished planned tasks of this node, as (replay, position)."""
