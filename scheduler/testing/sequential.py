@@ -114,17 +114,20 @@ def truth(
 
 
 def _is_skipped(run: Run, values: Mapping[HandleRecord, int | str], stale: Collection[tuple[int, HandleRecord]]) -> bool:
-    """Return whether a run is that of a conditional task whose flag is 0.
+    """Return whether a run is that of a conditional task that was skipped because its flag is 0.
+
+    A task whose flag would be 0 is cancelled instead if the flags are lost before the decision.
 
     Raises:
-        Wrong: the task was skipped although its flag is not 0, or the other way round.
+        Wrong: the task was skipped although its flag is not 0, or it ran although its flag is 0.
     """
     condition = run.task.spec.condition
     flags = None if condition is None or condition.guard < 0 else _input(values, stale, run.replay, run.accesses[condition.guard][0])
-    is_skipped = condition is not None and isinstance(flags, int) and flags_in(flags)[condition.number] == 0
-    if is_skipped != (run.ended and run.error is None and not run.started):
-        raise Wrong(f"{run.task!r} was {'not ' if is_skipped else ''}skipped, although its flags are {flags}")
-    return is_skipped
+    is_due = condition is not None and isinstance(flags, int) and flags_in(flags)[condition.number] == 0
+    was_skipped = run.ended and run.error is None and not run.started
+    if is_due != was_skipped and not (is_due and run.error is not None):
+        raise Wrong(f"{run.task!r} was {'not ' if is_due else ''}skipped, although its flags are {flags}")
+    return was_skipped
 
 
 def _input(
