@@ -87,7 +87,14 @@ def settings_of(args: argparse.Namespace, config: ModelConfig) -> TrainSettings:
     return TrainSettings(
         model=ModelSettings(**named, seq_len=args.seq_len or config.n_positions, dropout=args.dropout),
         checkpoints=CheckpointSettings(init_from=args.init_from),
-        tiling=TilingSettings(batch=args.batch, minibatch=args.minibatch, minibatch_tile=1, vocab_tile=args.vocab_tile, lanes=args.lanes),
+        tiling=TilingSettings(
+            batch=args.batch,
+            minibatch=args.minibatch,
+            minibatch_tile=args.minibatch_tile,
+            seq_tile=args.seq_tile,
+            vocab_tile=args.vocab_tile,
+            lanes=args.lanes,
+        ),
         optimizer=OptimizerSettings(train=args.train, grad_clip=args.grad_clip, lr=1e-4),
         resources=ResourceSettings(
             ncpu=args.ncpu,
@@ -183,6 +190,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--init-from", default="", help="file or directory of weights of another model")
     found.add_argument("--train", default="all")
     found.add_argument("--seq-len", type=int)
+    found.add_argument("--minibatch-tile", type=int, default=1)
+    found.add_argument("--seq-tile", type=int)
     found.add_argument("--batch", type=int, default=8)
     found.add_argument("--minibatch", type=int, default=1)
     found.add_argument("--vocab-tile", type=int, default=6283)
