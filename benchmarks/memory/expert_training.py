@@ -38,14 +38,16 @@ LENGTH: Final = 512
 """Tokens of a sequence."""
 SHAPE: Final = {"vocab": 2048, "width": 512, "inner": 512, "layers": 2, "experts": 32, "chosen": 4}
 """Model of the suite `full`: an OLMoE, of whose weights in experts an eighth works on a token."""
+TINY: Final = {"vocab": 256, "width": 64, "inner": 64, "layers": 1, "experts": 4, "chosen": 2}
 BATCHES: Final = {
-    "4 x 512 tokens, 1 sequence at a time": ("--batch=4", "--minibatch=1"),
-    "16 x 512 tokens, 1 sequence at a time": ("--batch=16", "--minibatch=1"),
-    "16 x 512 tokens, 4 sequences at a time": ("--batch=16", "--minibatch=4"),
+    "4 x 512 tokens, 1 at a time": ("--batch=4", "--minibatch=1"),
+    "16 x 512 tokens, 1 at a time": ("--batch=16", "--minibatch=1"),
+    "16 x 512 tokens, 4 at a time": ("--batch=16", "--minibatch=4"),
 }
-"""Tokens of a step -> flags."""
+"""Tokens of a step, and sequences of a minibatch -> flags."""
 FROZEN: Final = {"num_layers": 4, "width": 1024, "num_experts": 32, "num_chosen": 4, "kind": "q4_0"}
 """Model of the suite `lora`: arguments of `experts.write_file`."""
+TINY_FROZEN: Final = {"num_layers": 1, "width": 128, "num_experts": 4, "num_chosen": 2, "kind": "q4_0"}
 ADAPTERS: Final = ("--train=lora:8", "--seq-len=256", "--batch=8", "--minibatch=4")
 PART: Final = 0.3
 """Budget of RAM over the needs of the step, suite `lora`."""
@@ -115,7 +117,7 @@ def check(sides: Mapping[str, claims.Result]) -> None:
 
 def full(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All weights are trained, with a quarter of the RAM that a step needs."""
-    shape = SHAPE
+    shape = TINY if args.tiny else SHAPE
     config = FAMILIES["olmoe"].config.of_size(
         *(shape[name] for name in ("vocab", "width", "inner", "layers")),
         shape["width"] // 64,
@@ -128,7 +130,7 @@ def full(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     path.write_text(json.dumps(config.to_dict()))
     rates, rows, runs = disk_rate(str(folder)), list[dict[str, Any]](), {}
     for what, batch in BATCHES.items():
-        if args.only and what not in args.only:
+        if not what.startswith(args.only or ""):
             continue
         flags = [f"--config-path={path}", f"--vocab-tile={shape['vocab']}", *batch]
         needed = claims.job([*flags, "--steps=1"], None)["needed_bytes"]
@@ -141,12 +143,12 @@ def full(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def lora(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Adapters are trained; the experts stay quantised in a file, from which they are read in every step."""
-    path = experts.write_file(folder, **FROZEN)
+    path = experts.write_file(folder, **(TINY_FROZEN if args.tiny else FROZEN))
     rates = disk_rate(str(folder))
     flags = [f"--init-from={path}", f"--vocab-tile={experts.VOCAB}", *ADAPTERS]
     needed = claims.job([*flags, "--steps=1"], None)["needed_bytes"]
     name = "experts in a file and a disk"
-    sides = in_pairs(flags, name, f"--ram={int(PART * needed)}B", folder, args.rounds)
+    sides = in_pairs(flags, name, f"--ram={int((0.9 if args.tiny else PART) * needed)}B", folder, args.rounds)
     rows = compared("LoRA on 4-bit experts, 8 x 256 tokens", sides, 8 * 256, rates, 0.87)
     peaks = [side["resident_above_start"] for side in sides.values()]
     rows.append(common.compare(f"LoRA on 4-bit experts, {name}: peak", "bytes", peaks[0], "in memory", peaks[1], better="less", bar="ratio <= 0.45"))
@@ -168,14 +170,15 @@ def main() -> None:
     parser = common.parser(__doc__, None)
     parser.add_argument("--suite", choices=tuple(SUITES), default="full")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", nargs="*", choices=tuple(BATCHES), default=[], help="some batches of the suite full (default: all)")
+    parser.add_argument("--only", help="beginning of the batches of the suite full to run (default: all)")
     parser.add_argument("--disk", default="", help="directory of the disk tier and of the files (default: a temporary one)")
+    parser.add_argument("--tiny", action="store_true", help="models of a moment, whose results are not kept")
     args = parser.parse_args()
     machine = common.machine()
     with tempfile.TemporaryDirectory(dir=args.disk or None) as folder:
         result = SUITES[args.suite](args, Path(folder))
     name = f"expert_training_{args.suite}" if args.output is None else args.output
-    common.finish(name, machine, ("numpy", "numba"), {"rounds": args.rounds}, keep=not args.only, **result)
+    common.finish(name, machine, ("numpy", "numba"), {"rounds": args.rounds}, keep=not (args.only or args.tiny), **result)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,9 @@ def write_file(folder: Path, num_layers: int, *, width: int = WIDTH, num_experts
     from nntask.export import Conversion, Convertible, write_gguf
     from nntask.models import FAMILIES
 
-    more = {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen}
-    config = FAMILIES["mixtral"].config.of_size(VOCAB, width, width, num_layers, width // 128, 512, **more)
+    heads = width // 128
+    more = {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen, "num_key_value_heads": min(8, heads)}
+    config = FAMILIES["mixtral"].config.of_size(VOCAB, width, width, num_layers, heads, 512, **more)
     rng, index = np.random.default_rng(0), dict[str, str]()
     directory, target = folder / "directory", folder / "model.gguf"
     directory.mkdir()
