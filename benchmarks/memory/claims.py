@@ -36,7 +36,7 @@ JOB: Final = Path(__file__).resolve().parent / "job.py"
 SLACK: Final = 250 << 20
 
 KEPT: Final = ("losses", "order", "needed_bytes", "peak_bytes", "budget_bytes", "resident_above_start")
-KEPT_OF_LAPS: Final = ("moved_bytes", "evictions", "hit_rate", "resident_peak_bytes")
+KEPT_OF_LAPS: Final = ("moved_bytes", "evictions", "hit_rate", "resident_peak_bytes", "processor_seconds")
 """What a job says that has nothing to do with when it was stopped."""
 
 TOKENS: Final = 8 * 1024

@@ -36,8 +36,8 @@ REST: Final = 350 << 20
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-def write_file(folder: Path, num_layers: int) -> Path:
-    """Write the model as a directory, a layer at a time, and convert it to a GGUF file; only the file stays."""
+def write_file(folder: Path, num_layers: int, *, width: int = WIDTH, num_experts: int = EXPERTS, num_chosen: int = CHOSEN, kind: str = "f32") -> Path:
+    """Write the model as a directory, a layer at a time, and convert it to a GGUF file with weights of a kind; only the file stays."""
     from safetensors.numpy import save_file
     from support.model_directories import write_model
 
@@ -45,32 +45,33 @@ def write_file(folder: Path, num_layers: int) -> Path:
     from nntask.export import Conversion, Convertible, write_gguf
     from nntask.models import FAMILIES
 
-    more = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
-    config = FAMILIES["mixtral"].config.of_size(VOCAB, WIDTH, WIDTH, num_layers, WIDTH // 128, 512, **more)
+    heads = width // 128
+    more = {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen, "num_key_value_heads": min(8, heads)}
+    config = FAMILIES["mixtral"].config.of_size(VOCAB, width, width, num_layers, heads, 512, **more)
     rng, index = np.random.default_rng(0), dict[str, str]()
     directory, target = folder / "directory", folder / "model.gguf"
     directory.mkdir()
 
     def matrix(rows: int) -> np.ndarray:
-        return rng.standard_normal((rows, WIDTH), np.float32) / np.float32(np.sqrt(WIDTH))
+        return rng.standard_normal((rows, width), np.float32) / np.float32(np.sqrt(width))
 
     def save(number: int, tensors: dict[str, np.ndarray]) -> None:
         name = f"model-{number:05}.safetensors"
         save_file(tensors, directory / name, {"format": "pt"})
         index.update(dict.fromkeys(tensors, name))
 
-    ones = np.ones(WIDTH, np.float32)
+    ones = np.ones(width, np.float32)
     save(0, {"model.embed_tokens.weight": 32 * matrix(VOCAB), "lm_head.weight": matrix(VOCAB), "model.norm.weight": ones})
     for layer in range(num_layers):
         tensors = {f"{norm}_layernorm.weight": ones for norm in ("input", "post_attention")}
-        tensors |= {f"self_attn.{name}_proj.weight": matrix(WIDTH) for name in "qkvo"}
-        tensors["block_sparse_moe.gate.weight"] = 2 * matrix(EXPERTS)
-        tensors |= {f"block_sparse_moe.experts.{expert}.w{number}.weight": matrix(WIDTH) for expert in range(EXPERTS) for number in (1, 2, 3)}
+        tensors |= {f"self_attn.{name}_proj.weight": matrix(width) for name in "qkvo"}
+        tensors["block_sparse_moe.gate.weight"] = 2 * matrix(num_experts)
+        tensors |= {f"block_sparse_moe.experts.{expert}.w{number}.weight": matrix(width) for expert in range(num_experts) for number in (1, 2, 3)}
         save(layer + 1, {f"model.layers.{layer}.{name}": values for name, values in tensors.items()})
     (directory / "config.json").write_text(json.dumps(config.to_dict()))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     write_model(folder / "tokenizer")  # llama.cpp opens no file without one
-    write_gguf(Convertible.of(directory, config, None, load_tokenizer(folder / "tokenizer")), target, Conversion("f32"))
+    write_gguf(Convertible.of(directory, config, None, load_tokenizer(folder / "tokenizer")), target, Conversion(kind))
     for path in directory.iterdir():
         path.unlink()
     return target

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Final
 
 import numpy as np
@@ -28,11 +28,15 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nntask import PRESETS
-from nntask.config import ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
+from nntask.architecture import ModelConfig
+from nntask.config import CheckpointSettings, ModelSettings, OptimizerSettings, ResourceSettings, TilingSettings, TrainSettings, resolve
 from nntask.data import Batch
 from nntask.engine import Pending, RecordedEngine, runtime_for
+from nntask.hf import read_values
+from nntask.models import config_from_dict, config_from_json
 from nntask.planning import plan_run
 from nntask.telemetry import Meter
+from nntask.training import model_to_start_from
 from scheduler import Runtime
 
 SAMPLED_SECONDS: Final = 0.1
@@ -69,12 +73,29 @@ class Watch(threading.Thread):
         return max(self.peak, private_bytes()) - self.before
 
 
-def settings_of(args: argparse.Namespace) -> TrainSettings:
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    """Return the config of a file of weights, of a JSON file or of a preset, with the dropout of the job."""
+    if args.init_from:
+        return config_from_dict(*read_values(Path(args.init_from)))
+    config = config_from_json(args.config_path) if args.config_path else PRESETS[args.model]
+    return config if args.dropout is None else config.with_dropout(args.dropout)
+
+
+def settings_of(args: argparse.Namespace, config: ModelConfig) -> TrainSettings:
     """Settings of the job."""
+    named = {} if args.init_from else {"config_path": args.config_path} if args.config_path else {"model": args.model}
     return TrainSettings(
-        model=ModelSettings(model=args.model, seq_len=PRESETS[args.model].n_positions, dropout=args.dropout),
-        tiling=TilingSettings(batch=args.batch, minibatch=args.minibatch, minibatch_tile=1, vocab_tile=args.vocab_tile, lanes=args.lanes),
-        optimizer=OptimizerSettings(grad_clip=args.grad_clip, lr=1e-4),
+        model=ModelSettings(**named, seq_len=args.seq_len or config.n_positions, dropout=args.dropout),
+        checkpoints=CheckpointSettings(init_from=args.init_from),
+        tiling=TilingSettings(
+            batch=args.batch,
+            minibatch=args.minibatch,
+            minibatch_tile=args.minibatch_tile,
+            seq_tile=args.seq_tile,
+            vocab_tile=args.vocab_tile,
+            lanes=args.lanes,
+        ),
+        optimizer=OptimizerSettings(train=args.train, grad_clip=args.grad_clip, lr=1e-4),
         resources=ResourceSettings(
             ncpu=args.ncpu,
             sim_gpu=args.sim_gpu,
@@ -100,7 +121,7 @@ def train(
     """
     losses: list[str] = []
     laps: list[dict[str, Any]] = []
-    meter, last = Meter(runtime.stats(forget_recent_peak=True)), perf_counter()
+    meter, last, used = Meter(runtime.stats(forget_recent_peak=True)), perf_counter(), process_time()
     under_way: deque[Pending] = deque()
     for step in range(1, len(batches) + 2):
         if step <= len(batches):
@@ -108,9 +129,10 @@ def train(
             under_way.append(engine.start(step, 1e-4, Batch.causal(ids[:, :-1], ids[:, 1:])))
         if step > 1:
             losses.append(float(under_way.popleft().result().loss).hex())
-            now = perf_counter()
-            laps.append({"seconds": now - last, **meter.lap(runtime.stats(forget_recent_peak=True), now - last)})
-            last = now
+            now, used_now = perf_counter(), process_time()
+            lap = meter.lap(runtime.stats(forget_recent_peak=True), now - last)
+            laps.append({"seconds": now - last, "processor_seconds": used_now - used, **lap})
+            last, used = now, used_now
             if tell:
                 print(TOLD, flush=True)
     return losses, laps
@@ -131,18 +153,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train and measure."""
     if args.tell:
         end_with_parent()
-    config = PRESETS[args.model]
-    if args.dropout is not None:
-        config = config.with_dropout(args.dropout)
-    asked = resolve(settings_of(args), config)
+    config = config_of(args)
+    asked = resolve(settings_of(args, config), config)
+    length = asked.model.seq_len
     watch = Watch()
     watch.start()
     rng = np.random.default_rng(0)
     with runtime_for(asked) as runtime:
-        engine = RecordedEngine(asked, runtime)
+        engine = RecordedEngine(asked, runtime, model_to_start_from(asked, runtime))
         order = engine.order
         runtime.wait()
-        batches = [rng.integers(0, config.vocab_size, (args.batch, config.n_positions + 1)).astype(np.int32) for _ in range(args.steps)]
+        batches = [rng.integers(0, config.vocab_size, (args.batch, length + 1)).astype(np.int32) for _ in range(args.steps)]
         losses, laps = train(runtime, engine, batches, tell=args.tell)
         stats = runtime.stats()
     resident = watch.stop()
@@ -152,7 +173,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "losses": losses,
         "order": order.name,
         "needed_bytes": order.plan.needed_bytes(),
-        "tokens_per_second": args.batch * config.n_positions / min(lap["seconds"] for lap in steady(laps)),
+        "tokens_per_second": args.batch * length / min(lap["seconds"] for lap in steady(laps)),
         "laps": laps,
         "steady": steady(laps),
         "peak_bytes": stats["peak_bytes"],
@@ -165,6 +186,12 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="gpt2", choices=sorted(PRESETS))
+    found.add_argument("--config-path", help="config of another model as a JSON file")
+    found.add_argument("--init-from", default="", help="file or directory of weights of another model")
+    found.add_argument("--train", default="all")
+    found.add_argument("--seq-len", type=int)
+    found.add_argument("--minibatch-tile", type=int, default=1)
+    found.add_argument("--seq-tile", type=int)
     found.add_argument("--batch", type=int, default=8)
     found.add_argument("--minibatch", type=int, default=1)
     found.add_argument("--vocab-tile", type=int, default=6283)

@@ -39,6 +39,13 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ [^,]+, (.+) [\d.,e+-]+, ratio [\d.-]+"
             marks=pytest.mark.long,
         ),
         pytest.param("memory/mixed", "--tiny", ["Cholesky, 4 x 4 tiles"] * 2 + ["tiny, 1 GPU and 2 cores"] * 2, marks=pytest.mark.long),
+        pytest.param(
+            "memory/expert_training",
+            "--tiny --only 4",
+            ["4 x 512 tokens"] * 3,
+            marks=pytest.mark.long,
+        ),
+        pytest.param("memory/expert_training", "--tiny --suite=lora", ["LoRA on 4-bit experts"] * 4, marks=pytest.mark.long),
         pytest.param("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"], marks=pytest.mark.long),
         pytest.param("dask/cluster", "--suite=traffic --tiny", ["tiny on 2 nodes: bytes sent per node and step"], marks=pytest.mark.long),
         pytest.param(

@@ -16,6 +16,7 @@ from scheduler.planning import AUTO, BLOCK, NONE, PlanningMachine, as_asked, cho
 from scheduler.planning.choice import NEAR, ORDERS, OTHERS
 from scheduler.planning.evaluation import MARGIN
 from scheduler.planning.forecast import Pace
+from scheduler.planning.ordered_step import OrderedStep
 from scheduler.planning.recompute import Recomputation, Values
 from scheduler.planning.value_groups import all_groups, groups_of
 
@@ -274,6 +275,30 @@ def test_a_judge_has_the_last_word() -> None:
     given = choose_plan(plan, plain.name, NONE, PlanningMachine(**short, judge=pytest.fail))
     assert (given.name, given.recompute) == (plain.name, NONE)
     assert not choose_plan(plan, AUTO, AUTO, PlanningMachine(**{**short, "memory": 1 << 40}, judge=pytest.fail)).forecasts
+
+
+@pytest.mark.parametrize("gain", [0.005, 0.02])
+def test_of_orders_judged_equal_the_one_with_fewest_bytes_is_chosen(gain: float) -> None:
+    """An order that moves more bytes must be faster by more than 1 % in virtual time, which leaves out what copies cost the processors."""
+    plan = toy_step()
+    short: dict[str, Any] = {"memory": int(plan.needed_bytes() / 1.5), "last": 1 << 40, "computes_on_last": False, "pace": pace}
+    judged: list[str] = []
+
+    def likes_more_bytes(planned: StepPlan) -> float:
+        tasks = tasks_of(planned)
+        name = next(name for name, order in orders.items() if tasks == order)
+        judged.append(name)
+        return 1.0 - gain * (name == most)
+
+    step = OrderedStep(plan, PlanningMachine(**short))
+    nbytes = {name: step.forecast(name).total for name in step.names()}
+    orders = {name: tasks_of(step.planned(name)) for name in nbytes}
+    most = ""
+    choose_plan(plan, AUTO, NONE, PlanningMachine(**short, judge=likes_more_bytes))
+    least, most = min(judged, key=nbytes.__getitem__), max(judged, key=nbytes.__getitem__)
+    assert nbytes[least] < nbytes[most]
+    chosen = choose_plan(plan, AUTO, NONE, PlanningMachine(**short, judge=likes_more_bytes))
+    assert chosen.name == (least if gain < 0.01 else most)
 
 
 def test_each_plan_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
