@@ -10,7 +10,7 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..errors import DataError
 from ..gguf.model_file import is_gguf
 from .init_from import initial_model
-from .settings import TrainSettings, flag_of, from_dict
+from .settings import SUFFIXES, TrainSettings, flag_of, from_dict, typed
 from .validation import rank_of
 
 LOCKED: Final = ("model", "tiling", "data", "optimizer")
@@ -36,9 +36,11 @@ def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
         for f in fields(before):
-            was, value = getattr(before, f.name), getattr(after, f.name)
-            if was != value and f.name not in _NAMES:
-                found.append(f"{flag_of(f.name)} (was {was}, is {value})")
+            if f.name in SUFFIXES or f.name in _NAMES:
+                continue
+            was, value = typed(before, f.name), typed(after, f.name)
+            if was != value:
+                found.append(f"{flag_of(f.name)} (was {was or None}, is {value or None})")
     return found
 
 
