@@ -32,7 +32,7 @@ def stored_settings(checkpoint: Checkpoint) -> TrainSettings:
 
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
     """Return the flags that a resumed run may not change and that differ, as "--flag (was A, is B)"; names of models and paths may change."""
-    found = []
+    differing = []
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
         for f in fields(before):
@@ -40,8 +40,8 @@ def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
                 continue
             was, value = typed(before, f.name), typed(after, f.name)
             if was != value:
-                found.append(f"{flag_of(f.name)} (was {was or None}, is {value or None})")
-    return found
+                differing.append(f"{flag_of(f.name)} (was {was or None}, is {value or None})")
+    return differing
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:

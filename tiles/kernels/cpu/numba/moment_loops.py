@@ -59,16 +59,16 @@ def _largest(bits: Array) -> Any:
 @inlined(EXACT)
 def _first_code(x: Any, inverse: Any, random: Any) -> Any:
     """Return the code of a first moment, rounded by the upper half of the random bits."""
-    place = np.uint32(_bits(abs(x) * inverse + _FIRST_LEAST) - _FIRST_AT_0)
-    code = np.uint32(np.uint32(place + np.uint32(np.uint32(random & _UPPER) >> _TO_UPPER)) >> _DROPPED)
+    position = np.uint32(_bits(abs(x) * inverse + _FIRST_LEAST) - _FIRST_AT_0)
+    code = np.uint32(np.uint32(position + np.uint32(np.uint32(random & _UPPER) >> _TO_UPPER)) >> _DROPPED)
     return np.uint8(np.uint32(code | np.uint32(np.uint32(_bits(x) >> _TO_SIGN) & _SIGN)))
 
 
 @inlined(EXACT)
 def _second_code(x: Any, inverse: Any, random: Any) -> Any:
     """Return the code of a second moment, rounded by the lower half of the random bits; code 0 is for 0 alone."""
-    place = np.uint32(_bits(x * inverse + _SECOND_LEAST) - _SECOND_AT_0)
-    code = np.uint32(np.uint32(place + np.uint32(np.uint32(random & _LOWER) << _TO_LOWER)) >> _DROPPED)
+    position = np.uint32(_bits(x * inverse + _SECOND_LEAST) - _SECOND_AT_0)
+    code = np.uint32(np.uint32(position + np.uint32(np.uint32(random & _LOWER) << _TO_LOWER)) >> _DROPPED)
     return np.uint8(max(code, np.uint32(x > ZERO)))
 
 
