@@ -61,7 +61,11 @@ def values(largest: int) -> Array:
 
 
 def draws(step: float, stream: int, tile: int, elements: range) -> Array:
-    """Return the random bits of elements of a tile: the upper 16 are for the first moment, the lower 16 for the second  # (n,) uint32."""
+    """Return the random bits of elements of a tile: the upper 16 are for the first moment, the lower 16 for the second  # (n,) uint32.
+
+    Those of successive steps are independent. Multiples of the golden ratio would leave 4 % of noise in a second moment that decays, not 13 %, but
+    with a bias of 3 %, as codes and bits are correlated.
+    """
     key, _ = mix(int(step), stream, tile)
     return scrambled(np.arange(elements.start, elements.stop, dtype=np.uint64).astype(np.uint32) ^ np.uint32(key))
 
