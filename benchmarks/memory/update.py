@@ -133,7 +133,7 @@ def losses(args: argparse.Namespace) -> dict[str, Any]:
                     by_moments[name][f"seed {seed}"] = run["losses"]
             cases[model] = by_moments
             ours, theirs = (fmean(loss for values in by_moments[name].values() for loss in values[-LAST:]) for name in MOMENTS)
-            label = f"{model}, mean loss of steps {LOSS_STEPS - LAST + 1} to {LOSS_STEPS}, {len(SEEDS)} seeds, moments in 8 bits"
+            label = f"{model}, mean loss of steps {LOSS_STEPS - LAST + 1} to {LOSS_STEPS}, moments in 8 bits"
             rows.append(common.compare(label, "nats", ours, "fp32", theirs, better="equal", bar="ratio in 0.99..1.01"))
             print(rows[-1], file=sys.stderr, flush=True)
     return {"comparisons": rows, "cases": cases}
