@@ -10,7 +10,7 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..errors import DataError
 from ..gguf.model_file import is_gguf
 from .init_from import initial_model
-from .settings import TrainSettings, flag_of, from_dict
+from .settings import SUFFIXES, TrainSettings, flag_of, from_dict, typed
 from .validation import rank_of
 
 LOCKED: Final = ("model", "tiling", "data", "optimizer")
@@ -32,14 +32,16 @@ def stored_settings(checkpoint: Checkpoint) -> TrainSettings:
 
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
     """Return the flags that a resumed run may not change and that differ, as "--flag (was A, is B)"; names of models and paths may change."""
-    found = []
+    differing = []
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
         for f in fields(before):
-            was, value = getattr(before, f.name), getattr(after, f.name)
-            if was != value and f.name not in _NAMES:
-                found.append(f"{flag_of(f.name)} (was {was}, is {value})")
-    return found
+            if f.name in SUFFIXES or f.name in _NAMES:
+                continue
+            was, value = typed(before, f.name), typed(after, f.name)
+            if was != value:
+                differing.append(f"{flag_of(f.name)} (was {was or None}, is {value or None})")
+    return differing
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:

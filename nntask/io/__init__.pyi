@@ -7,7 +7,7 @@ from .safetensors_file import STORAGE, checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
 from .terminal_text import printable, python_command, python_text
-from .units import LARGEST, format_least, format_size, is_size, parse_rate, parse_size
+from .units import LARGEST, format_count, format_least, format_size, is_size, parse_rate, parse_size
 from .writable import check_writable
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "check_writable",
     "checksum_of",
     "first_not_finite",
+    "format_count",
     "format_least",
     "format_size",
     "is_size",

@@ -27,18 +27,21 @@ LEAST: Final = 4096
 class AdamW8bit(AdamW):
     """AdamW with block-wise 8-bit moments. Arguments: those of `Adam`."""
 
-    kinds = ("m", "v", "m_scales", "v_scales")
+    kinds = ("m", "v", "m_codes", "v_codes", "m_scales", "v_scales")
 
     def _new_state(self, parameter: Parameter, kind: str) -> TileTensor | None:
         is_large, name = prod(parameter.shape) >= LEAST, f"{kind} {parameter.name}"
-        if kind in ("m_scales", "v_scales"):
-            return optimizer_ops.moment_scales(parameter.data, name) if is_large else None
-        if kind in ("m", "v") and is_large:
+        if kind != "master" and is_large != (kind not in ("m", "v")):
+            return None
+        if kind.endswith("_scales"):
+            return optimizer_ops.moment_scales(parameter.data, name)
+        if kind.endswith("_codes"):
             return parameter.data.like(dtype=np.uint8, kind="persistent", data_class="optimizer", name=name)
         return super()._new_state(parameter, kind)
 
     def _emit(self, update: optimizer_ops.Update, state: Mapping[str, TileTensor], group: Group) -> None:
-        if "m_scales" in state:
-            optimizer_ops.adamw8bit(update, state["m"], state["m_scales"], state["v"], state["v_scales"], stream=stream_of(update.param.name))
+        if "m_codes" in state:
+            moments = (state[kind] for kind in ("m_codes", "m_scales", "v_codes", "v_scales"))
+            optimizer_ops.adamw8bit(update, *moments, stream=stream_of(update.param.name))
         else:
             super()._emit(update, state, group)

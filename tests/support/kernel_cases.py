@@ -303,6 +303,13 @@ def _gram_in_bands(make: Maker) -> Case:
     return [make(400, 5), total + total.T], [], {"trans": False, "alpha": 0.5, "accumulate": True}
 
 
+def _gram_of_two(make: Maker, trans: bool) -> Case:
+    """Two polynomials of a symmetric matrix, whose product is symmetric."""
+    total = make(400, 400)
+    x = (total + total.T) / 20
+    return [x, x @ x - 2 * x, make(400, 400)], [2], {"trans": trans, "alpha": 0.5, "accumulate": False}
+
+
 _MUON = np.array([[9.0] * 8, [0.1, 0, 0, 0.95, 0, 1e-7, 0.1, 0]])
 
 
@@ -385,7 +392,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         for t in (False, True)
         for a in (False, True)
     ]
-    + [_gram_in_bands],
+    + [_gram_in_bands, *(lambda m, t=t: _gram_of_two(m, t) for t in (False, True))],
     "muon_momentum": [lambda m, n=n, c=c: _muon_momentum(m, n, c) for n in (False, True) for c in (False, True)],
     "muon_normalise": [lambda m, t=t: ([m(31, 300), np.array([t]), _MUON.copy()], [], {"row": 1}) for t in (0.0, 9.0)],
     "muon_polynomial": [

@@ -417,7 +417,9 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "balance_finish": [lambda m: ([np.ones(2 * m.columns + 1), np.empty(1), m.row()], {"scale": 0.5})],
     "expert_backward": [lambda m: _expert(m, backward=True)],
     "expert_forward": [lambda m: _expert(m, backward=False)],
-    "gram": [lambda m, t=t: ([m(512, 512), m(512, 512)], {"trans": t, "alpha": 1.0, "accumulate": False}) for t in (False, True)],
+    "gram": [
+        lambda m, t=t, n=n: ([m(512, 512) for _ in range(n)], {"trans": t, "alpha": 1.0, "accumulate": False}) for t in (False, True) for n in (2, 3)
+    ],
     "head_backward": [lambda m, h=h: _head(m, backward=True, how=h) for h in (PLAIN, Head(True, True, True, 1.5))],
     "head_finish": [lambda m: ([m.ids(9) - 1, *(m.column() for _ in range(4)), np.empty(1)], {"scale": 0.5})],
     "head_forward": [lambda m, h=h: _head(m, backward=False, how=h) for h in (PLAIN, Head(True, cap=1.5))],

@@ -1,4 +1,4 @@
-"""Moments in 8 bits: the tables of bitsandbytes and torchao, blocks, codes of fast kernels, and AdamW on them.
+"""Moments in 8 bits: values of codes, blocks, codes of fast kernels, and AdamW on them.
 
 Reports of what goes wrong elsewhere: a wrong unsigned table (bitsandbytes 152), residues of zero gradients that are divided by epsilon (unsloth-zoo
 962), states of ragged sizes left in fp32 (torchao), state that is fp32 in truth (AiDotNet 1238).
@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from support.cuda_emulator import COMPILER, Emulator, on_device
 
 from scheduler import InlineRuntime
 from tiles import TileTensor
 from tiles.kernels.catalog import kernel
-from tiles.kernels.reference.moments import BLOCK, SIGNED, UNSIGNED, draws, encode, num_blocks
+from tiles.kernels.reference.moments import BLOCK, FIRST, SECOND, decode, draws, encode, num_blocks, values
 from tiles.ops import optimizer
 from tiles.ops.elementwise import fill
 
 OPTIONS = {"row": 0, "stream": 7, "tile": 2, "max_norm": 0.0, "clip": False, "master": False}
 
 
-@pytest.mark.parametrize(("table", "is_signed"), [(SIGNED, True), (UNSIGNED, False)])
-def test_tables_are_those_of_the_paper(table: np.ndarray, is_signed: bool) -> None:
-    """By the construction of bitsandbytes: seven exponent bits of ten, the rest linear, computed by torch."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        edges = torch.linspace(0.1, 1, (2**exponent if is_signed else 2 ** (exponent + 1)) + 1)
-        means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
-        values += means + ([-mean for mean in means] if is_signed else [])
-    assert len(values) == 256
-    np.testing.assert_allclose(table, np.array(sorted(values), np.float32), rtol=3e-7)
+@pytest.mark.parametrize("largest", [FIRST, SECOND])
+def test_values_are_floats_with_four_bits_of_mantissa(largest: int) -> None:
+    """From 0 to 1, in equal steps first; 16 codes further each step is twice as large."""
+    table = values(largest)
+    assert (table.size, table[0], table[-1]) == (largest + 1, 0.0, 1.0)
+    steps = np.diff(table.astype(np.float64))
+    assert (steps[:15] / steps[0]) == pytest.approx(1, rel=1e-5)
+    assert (steps[16:] / steps[:-16]) == pytest.approx(2, rel=1e-5)
+    assert steps[0] == pytest.approx(2.0 ** (-4 - (largest + 1) / 16), rel=5e-3)
 
 
 def moments(shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
@@ -84,9 +82,9 @@ def moments_of(backend: str, values: np.ndarray, step: int = 1) -> list[np.ndarr
 @pytest.mark.parametrize("sign", [1, -1])
 def test_fast_codes_are_those_of_the_reference_at_all_places_of_the_tables(sign: int) -> None:
     """Values of the tables, numbers next to them and between, squares of all magnitudes: one in 10,000 is rounded otherwise, by one code."""
-    values = np.concatenate([table[table >= 0] for table in (SIGNED, UNSIGNED)])
-    between = [values[:-1] + share * np.diff(values) for share in (0.01, 0.3, 0.5, 0.99)]
-    edges = np.concatenate([values, np.nextafter(values, np.float32(2)), np.nextafter(values, np.float32(0)), *between])
+    exact = np.concatenate([values(largest) for largest in (FIRST, SECOND)])
+    between = [exact[:-1] + share * np.diff(exact) for share in (0.01, 0.3, 0.5, 0.99)]
+    edges = np.concatenate([exact, np.nextafter(exact, np.float32(2)), np.nextafter(exact, np.float32(0)), *between])
     numbers = np.concatenate([edges, np.sqrt(edges.clip(0)), 2.0 ** -np.arange(20, 70), [0.0]]).astype(np.float32)
     grad = np.ones((4 * -(-numbers.size // 255), BLOCK), np.float32)  # column 0 makes every scale 1
     grad[:, 1:] = sign * np.resize(numbers, (grad.shape[0], 255))
@@ -107,13 +105,13 @@ def test_rounding_has_no_bias(backend: str, largest: float) -> None:
     numbers = np.concatenate([[largest], np.exp(np.random.default_rng(0).uniform(np.log(3e-6), 0, 255))]).astype(np.float32)
     numbers[1:] *= np.where(np.arange(255) % 2, 1, -1)
     rows = np.tile(numbers, (500, 1))
-    for values, table, codes in ((rows, SIGNED, 0), (rows**2, UNSIGNED, 2)):
-        encoded = moments_of(backend, rows)
-        decoded = table[encoded[codes]] * encoded[codes + 1][:, None]
-        ratio = values[0] * (largest if codes == 0 else 1)
+    for exact, top, codes in ((rows, FIRST, 0), (rows**2, SECOND, 2)):
+        encoded, table = moments_of(backend, rows), values(top)
+        decoded = decode(encoded[codes], encoded[codes + 1], top)
+        ratio = np.abs(exact[0])
         below, above = table[np.searchsorted(table, ratio, "right") - 1], table[np.searchsorted(table, ratio, "left")]
-        large = np.abs(values[0]) > (0 if codes == 0 else 1e-6)  # smaller second moments have the lowest code above zero
-        away = np.abs(decoded.mean(axis=0) - values[0]) / np.maximum(above - below, 1e-9)
+        large = ratio > (0 if top == FIRST else table[1])  # smaller second moments have the lowest code above zero
+        away = np.abs(decoded.mean(axis=0) - exact[0]) / np.maximum(above - below, 1e-9)
         assert away[large].max() < 5 * 0.5 / np.sqrt(500)
 
 
@@ -128,7 +126,7 @@ def test_moments_follow_changes_below_half_a_step_of_the_table(backend: str) -> 
         kernel("adam8bit", backend)(np.zeros_like(grad), grad, codes[0], scales[0], codes[1], scales[1], options, **OPTIONS)
         grad[0, 1:] = 0.3
     want = 0.3**2 + (0.6**2 - 0.3**2) * 0.99**100
-    assert (UNSIGNED[codes[1][0, 1:]] * scales[1][0]).mean() == pytest.approx(want, rel=0.02)
+    assert decode(codes[1], scales[1], SECOND)[0, 1:].mean() == pytest.approx(want, rel=0.02)
 
 
 def test_rounding_differs_between_steps_tiles_and_parameters() -> None:
@@ -154,18 +152,19 @@ def test_codes_of_the_gpu_are_those_of_the_reference(shape: tuple[int, int], cud
     same_codes(want, device)
 
 
-@pytest.mark.parametrize("table", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
-def test_codes_are_the_neighbours(table: np.ndarray) -> None:
-    """Every number of a block is between the values below and above its code, whatever the random bits."""
+@pytest.mark.parametrize("largest", [FIRST, SECOND])
+def test_codes_are_the_neighbours(largest: int) -> None:
+    """Every number of a block is between the values below and above its code, of its sign, whatever the random bits."""
     rng = np.random.default_rng(0)
-    values = rng.standard_normal(1000).astype(np.float32) if table[0] < 0 else np.abs(rng.standard_normal(1000).astype(np.float32))
-    codes, scales = np.empty(1000, np.uint8), np.empty(4, np.float32)
+    numbers = rng.standard_normal(1000).astype(np.float32) if largest == FIRST else np.abs(rng.standard_normal(1000).astype(np.float32))
+    codes, scales, table = np.empty(1000, np.uint8), np.empty(4, np.float32), values(largest)
     for random in (np.zeros(1000, np.uint32), np.full(1000, 65535, np.uint32), rng.integers(0, 65536, 1000).astype(np.uint32)):
-        encode(values, codes, scales, table, random)
-        ratios = (values / np.repeat(scales, BLOCK)[:1000]).clip(min=table[0])
-        assert (table[np.maximum(codes.astype(int) - 1, 0)] <= ratios + 1e-6).all()
-        assert (table[np.minimum(codes.astype(int) + 1, 255)] >= ratios - 1e-6).all()
-        assert scales[3] == max(values[768:], key=abs)
+        encode(numbers, codes, scales, largest, random)
+        ratios, magnitudes = np.abs(numbers) / np.repeat(scales, BLOCK)[:1000], (codes & largest).astype(int)
+        assert (table[np.maximum(magnitudes - 1, 0)] <= ratios + 1e-6).all()
+        assert (table[np.minimum(magnitudes + 1, largest)] >= ratios - 1e-6).all()
+        np.testing.assert_array_equal(codes > magnitudes, numbers < 0)
+        assert scales[3] == np.abs(numbers[768:]).max()
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -18,7 +18,8 @@ import torch
 from support.muon_oracle import in_fp32
 from support.training import COARSE, GPT, Job, build
 
-from nntask.errors import UsageError
+from nntask.errors import DataError, UsageError
+from nntask.io.safetensors_file import load_tensors, save_tensors
 from nntask.models.gpt2 import GPT2
 from nntask.nn.layers import Embedding, Linear
 from nntask.nn.module import Module
@@ -143,8 +144,20 @@ def test_the_whole_parameter_decides_on_8_bits() -> None:
         optimizer = AdamW8bit(decay_groups(model, 0.1))
         for name, tensor in model.trained_tensors().items():
             is_large = prod(tensor.shape) >= adamw8bit.LEAST
-            assert optimizer.state["m"][name].dtype == optimizer.state["v"][name].dtype == (np.uint8 if is_large else np.float32)
-            assert (name in optimizer.state["m_scales"]) == (name in optimizer.state["v_scales"]) == is_large
+            kinds = ("m_codes", "m_scales", "v_codes", "v_scales") if is_large else ("m", "v")
+            assert {kind for kind, tensors in optimizer.state.items() if name in tensors} == set(kinds)
+            assert optimizer.state[kinds[0]][name].dtype == (np.uint8 if is_large else np.float32)
+
+
+@pytest.mark.usefixtures("small_moments")
+def test_codes_of_another_format_are_refused(tmp_path: Path) -> None:
+    """Codes of decimal tables were named after the moment alone."""
+    tensors = Job(InlineRuntime(), optimizer="adamw8bit").optimizer.tensors()
+    save_tensors(tmp_path / "old", {name.replace("_codes.", "."): tensor for name, tensor in tensors.items()})
+    save_tensors(tmp_path / "new", tensors)
+    load_tensors(tmp_path / "new", tensors)
+    with pytest.raises(DataError, match="m_codes"):
+        load_tensors(tmp_path / "old", tensors)
 
 
 @cache
@@ -171,7 +184,7 @@ def small_moments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def have_codes(optimizer: Optimizer) -> bool:
     """Whether an AdamW8bit has moments in 8 bits."""
-    return any(moment.dtype == np.uint8 for moment in optimizer.state["m"].values())
+    return bool(optimizer.state["m_codes"])
 
 
 @pytest.mark.usefixtures("small_moments")

@@ -173,6 +173,21 @@ def test_differences_name_locked_flags_only():
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("adamw8bit", "muon", "adamw8bit, is muon:0.95"),
+        ("adamw", "sgd:0.9", "adamw, is sgd:0.9"),
+        ("muon", "muon:0.9", "muon:0.95, is muon:0.9"),
+        ("sgd", "adam", "sgd, is adam"),
+    ],
+)
+def test_differences_name_a_flag_with_all_of_its_value(before, after, words):
+    """The optimizer changed, rather than a momentum that one of the two lacks."""
+    stored, now = (filled(settings(f"--optimizer={optimizer}"), Shape()) for optimizer in (before, after))
+    assert differences(stored, now) == [f"--optimizer (was {words})"]
+
+
+@pytest.mark.parametrize(
     ("text", "place"), [("", None), ("scratch", ("scratch", None)), ("scratch:20GB", ("scratch", 20_000_000_000)), ("/a:b/c", ("/a:b/c", None))]
 )
 def test_a_disk_is_a_directory_and_perhaps_a_size(text, place):

@@ -249,15 +249,16 @@ def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, t
 
 
 def _gram_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the flops of x @ x^T, x (M, N), or of x^T @ x: all of it, where the CPU's kernel computes half."""
+    """Return the flops of x @ y^T, both (M, N), or of x^T @ y: all of it, where the CPU's kernel computes half."""
     (inner, outer) = views[0].shape[::-1] if constants["trans"] else views[0].shape
     return float(2 * inner * inner * outer)
 
 
 @register("gram", "cuda", flops=_gram_flops)
-def gram(x: DeviceArray, out: DeviceArray, *, trans: bool, alpha: float, accumulate: bool) -> None:
-    """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
-    device().gemm(x, x, out, trans_a=trans, trans_b=not trans, alpha=alpha, accumulate=accumulate)
+def gram(x: DeviceArray, *rest: DeviceArray, trans: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * x @ y^T, or with `trans` alpha * x^T @ y; `rest` is [y,] out, and x is y if there is none. The result is symmetric."""
+    y, out = rest[0] if len(rest) == 2 else x, rest[-1]
+    device().gemm(x, y, out, trans_a=trans, trans_b=not trans, alpha=alpha, accumulate=accumulate)
 
 
 @register("batched_matmul", "cuda")

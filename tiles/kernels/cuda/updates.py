@@ -73,7 +73,7 @@ def adam8bit(param: DeviceArray, *tensors: DeviceArray, row: int, stream: int, t
     """Compute AdamW on moments in 8 bits; `tensors` are grad, m, its scales, v, its scales, hyper, [norm if clip,] [master]."""
     norm, weights = split(tensors[6:], clip, master)
     numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int64(stream), np.int64(tile), np.int64(param.size))
-    grid, shared = (min(MOST_BLOCKS, num_blocks(param.size)), 1, 1), 4 * (2 * BLOCK + BLOCK // 32)
+    grid, shared = (min(MOST_BLOCKS, num_blocks(param.size)), 1, 1), 4 * (BLOCK // 32)
     _source.start("adam8bit", param.dtype, param, *tensors[:6], norm, weights, *numbers, grid=grid, threads=BLOCK, shared=shared)
 
 

@@ -27,9 +27,10 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
 
 
 @register("gram", "reference")
-def gram(x: Array, out: Array, *, trans: bool, alpha: float, accumulate: bool) -> None:
-    """out (+)= alpha * x @ x^T, or with `trans` alpha * x^T @ x, of a matrix."""
-    product = alpha * (x.T @ x if trans else x @ x.T)
+def gram(x: Array, *rest: Array, trans: bool, alpha: float, accumulate: bool) -> None:
+    """out (+)= alpha * x @ y^T, or with `trans` alpha * x^T @ y; `rest` is [y,] out, and x is y if there is none. The result is symmetric."""
+    y, out = rest[0] if len(rest) == 2 else x, rest[-1]
+    product = alpha * (x.T @ y if trans else x @ y.T)
     out[...] = out + product if accumulate else product
 
 

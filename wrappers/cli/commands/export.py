@@ -95,7 +95,7 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
     """Write the checkpoint's weights or optimizer state to a file and print its size; returns 0."""
     from nntask import UsageError
     from nntask.export import export_state
-    from nntask.io import format_size
+    from nntask.io import format_count, format_size
 
     assert settings.format in ("weights", "optimizer")
     for flag, value, asked in (("--merge", None, settings.merge), ("--shard-size", settings.shard_size, settings.shard_size)):
@@ -104,7 +104,7 @@ def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> in
     done = export_state(checkpoint, target, content=settings.format, dtype=settings.dtype, force=settings.force)
     weights = "weights" if checkpoint.state.get("base") is None else "adapter weights"
     what = weights if settings.format == "weights" else "numbers of optimizer state"
-    print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
+    print(f"wrote {format_count(done.num_weights)} {what} of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
     return 0
 
 
@@ -112,7 +112,7 @@ def _directory(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Toke
     """Write a model directory, or one with adapters, and print its contents; returns 0."""
     from nntask.config import image_shape
     from nntask.export import export, export_adapters
-    from nntask.io import format_size
+    from nntask.io import format_count, format_size
 
     as_adapters = checkpoint.state.get("base") is not None and not settings.merge
     if as_adapters:
@@ -121,7 +121,7 @@ def _directory(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Toke
         done = export(checkpoint, target, dtype=settings.dtype, shard_nbytes=shard_nbytes, tokenizer=tokenizer, force=settings.force)
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     what = "adapter weights" if as_adapters else "weights"
-    print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
+    print(f"wrote {format_count(done.num_weights)} {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
     if tokenizer is None and image_shape(checkpoint.config) is None:
         print("the run was trained on token ids without a tokenizer, so there is none; --tokenizer-path DIR adds it")
     return 0
@@ -131,7 +131,7 @@ def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer
     """Write a GGUF file and print its size; returns 0."""
     from nntask import UsageError
     from nntask.export import Conversion, Convertible, write_gguf
-    from nntask.io import format_size
+    from nntask.io import format_count, format_size
 
     if settings.shard_size:
         raise UsageError("is about directories, and a GGUF file is one", "drop it", flag="--shard-size", value=settings.shard_size)
@@ -140,7 +140,7 @@ def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer
     model = Convertible.of(checkpoint.path, checkpoint.config, checkpoint, tokenizer)
     kind = "" if settings.dtype == "auto" else settings.dtype.replace("fp", "f")
     done = write_gguf(model, target, Conversion(kind), force=settings.force)
-    print(f"wrote {done.num_weights / 1e6:.1f} M weights of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
+    print(f"wrote {format_count(done.num_weights)} weights of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
     for note in done.notes:
         print(f"note: {note}")
     return 0

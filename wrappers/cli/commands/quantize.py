@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     settings, words = parse(QuantizeSettings, argv, "nntask quantize", words=("MODEL", "OUT"))
     from nntask import UsageError
     from nntask.export import Conversion, Convertible, write_gguf, write_quantised
-    from nntask.io import format_size, parse_size
+    from nntask.io import format_count, format_size, parse_size
 
     keep = tuple(each.strip() for each in settings.keep.split(",") if each.strip())
     for flag, value in {"--embeddings": settings.embeddings, "--head": settings.head}.items():
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     done = write(model, target, asked, force=settings.force)
     share = done.nbytes / done.before
     print(
-        f"wrote {done.num_weights / 1e6:.1f} M weights of {source.path} to {target}: "
+        f"wrote {format_count(done.num_weights)} weights of {source.path} to {target}: "
         f"{format_size(done.nbytes)}, {share:.2f} of the {format_size(done.before)} before, {8 * done.nbytes / done.num_weights:.2f} bits a weight"
     )
     _print_stayed(done)

@@ -174,70 +174,53 @@ EXPORT(sgd)
 
 // Moments in 8 bits: `reference/moments.py` has the format. A block of threads updates a block of numbers, one for each thread.
 #define CODES 256
-// The code of 0 in the signed table; those of negative numbers are mirrored
-#define SIGNED_ZERO 127
+// The largest code of a magnitude of first moments; the next bit is the sign
+#define FIRST 127
+#define DROPPED 19
 
-// Value of a code of the signed or the unsigned table: 0, 1, or the centre of interval `place` of `count` in a decade
-__device__ inline float value_of(int code, int is_signed) {
-    int zero = is_signed ? SIGNED_ZERO : 0, number = code < zero ? zero - code : code - zero;
-    if (number == 0) return 0.0f;
-    if (code == CODES - 1) return 1.0f;
-    if (!is_signed) number += 1;
-    int count = 1;
-    double unit = is_signed ? 1e-6 : 1e-7;
-    for (; 2 * count <= number; count *= 2) unit *= 10.0;
-    double centre = unit * (0.1 + 0.9 * (number - count + 0.5) / count);
-    return (float)(code < zero ? -centre : centre);
+// Bits of the float whose code is 0
+__device__ inline u32 bits_at_0(int is_first) { return 0x3F800000u - ((u32)(is_first ? FIRST : CODES - 1) << DROPPED); }
+
+// Value of a magnitude's code, from 0 to 1
+__device__ inline float value_of(u32 code, int is_first) {
+    float least = __uint_as_float(bits_at_0(is_first));
+    return (__uint_as_float((code << DROPPED) + bits_at_0(is_first)) - least) / (1.0f - least);
 }
 
-// Number of the value from `values` (most + 1 of them, from 0 to 1) to which a ratio is rounded: upwards if its place between two, in units of 2^-16,
-// and `random` from 0 to 65,535 are 65,536 or more together
-__device__ inline int rounded_number(float ratio, const float *values, int most, u32 random) {
-    int number = 0;
-    for (int step = CODES / 2; step > 0; step /= 2)
-        if (number + step <= most && ratio >= values[number + step]) number += step;
-    if (number == most) return most;
-    float place = (ratio - values[number]) / (values[number + 1] - values[number]);
-    return number + ((u32)(place * 65536.0f) + random >= 65536u ? 1 : 0);
+// Code of a magnitude, at most the scale, rounded by `random` from 0 to 65,535
+__device__ inline u32 code_of(float magnitude, float scale, int is_first, u32 random) {
+    float least = __uint_as_float(bits_at_0(is_first));
+    float inverse = (1.0f - least) / (scale < 1.17549435e-38f ? 1.17549435e-38f : scale);
+    return (__float_as_uint(magnitude * inverse + least) - bits_at_0(is_first) + (random << (DROPPED - 16))) >> DROPPED;
 }
 
-// Reciprocal of a scale, at least of the smallest normal number
-__device__ inline float inverse_of(float scale) { return 1.0f / (scale < 1.17549435e-38f ? 1.17549435e-38f : scale); }
-
-// AdamW with moments in 8 bits; shared memory: values of both tables, and a float for each warp
+// AdamW with moments in 8 bits; shared memory: a float for each warp
 KERNEL adam8bit(
     T *param, const float *grad, unsigned char *m, float *m_scales, unsigned char *v, float *v_scales, const double *hyper, const double *norm,
     float *master, double max_norm, int group, long long stream, long long tile, long long count) {
-    SHARED(float, tables);
-    float *values = tables + CODES, *buffer = tables + 2 * CODES;
-    int lane = threadIdx.x;
-    tables[lane] = value_of(lane, 1);
-    values[lane] = value_of(lane, 0);
+    SHARED(float, buffer);
     AdamTerms at = adam_terms(hyper + HYPER * group, norm, max_norm, 1);
     u32 key = (u32)mixed((u64)hyper[HYPER * group + 7], (u64)stream, (u64)tile);
-    __syncthreads();
     for (long long block = blockIdx.x; block * CODES < count; block += gridDim.x) {
-        long long i = block * CODES + lane;
+        long long i = block * CODES + threadIdx.x;
         float mean = 0.0f, square = 0.0f;
         if (i < count) {
             float weight = master ? master[i] : widen(param[i]), slope = grad[i] * at.factor;
-            mean = at.b1 * (tables[m[i]] * m_scales[block]) + at.rest1 * slope;
-            square = at.b2 * (values[v[i]] * v_scales[block]) + at.rest2 * slope * slope;
+            float magnitude = value_of(m[i] & FIRST, 1);
+            mean = at.b1 * ((m[i] > FIRST ? -magnitude : magnitude) * m_scales[block]) + at.rest1 * slope;
+            square = at.b2 * (value_of(v[i], 0) * v_scales[block]) + at.rest2 * slope * slope;
             weight = at.keep * weight - at.step * mean / (sqrtf(square) / at.root + at.eps);
             if (master) master[i] = weight;
             param[i] = narrow<T>(weight);
         }
         float m_scale = block_max(fabsf(mean), buffer), v_scale = block_max(square, buffer);
-        if (!__syncthreads_or(mean == m_scale)) m_scale = -m_scale;  // the number of the largest magnitude is negative
         if (i < count) {
             u32 random = scrambled((u32)i ^ key, 0);
-            float ratio = mean * (m_scale < 0.0f ? -inverse_of(-m_scale) : inverse_of(m_scale));
-            int number = rounded_number(fabsf(ratio), tables + SIGNED_ZERO, CODES - 1 - SIGNED_ZERO, random >> 16);
-            int code = rounded_number(square * inverse_of(v_scale), values, CODES - 1, random & 0xFFFFu);
-            m[i] = (unsigned char)(SIGNED_ZERO + (ratio < 0.0f ? (number > SIGNED_ZERO ? -SIGNED_ZERO : -number) : number));
+            u32 sign = __float_as_uint(mean) >> 31, code = code_of(square, v_scale, 0, random & 0xFFFFu);
+            m[i] = (unsigned char)(code_of(fabsf(mean), m_scale, 1, random >> 16) | sign << 7);
             v[i] = (unsigned char)(code == 0 && square > 0.0f ? 1 : code);
         }
-        if (lane == 0) {
+        if (threadIdx.x == 0) {
             m_scales[block] = m_scale;
             v_scales[block] = v_scale;
         }
