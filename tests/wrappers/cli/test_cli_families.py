@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from support.commands import refuse
 from support.language_directories import BERT, GPT, T5, tokenizer
 from support.model_directories import TEXT, losses
-from support.transformers_oracle import CONFIGS, hf_logits, hf_model, our_logits, random_batch, seen
+from support.transformers_oracle import CONFIGS, EAGER_EXPERTS, hf_logits, hf_model, our_logits, random_batch, seen
 
 from nntask.checkpoints.store import find_checkpoint
 from nntask.config.resolution import model_spec
@@ -91,7 +91,7 @@ def their_scores(module: Any, config: Any, batch: dict[str, np.ndarray]) -> np.n
 def opened(path: Path) -> Any:
     """The module of a directory, of which nothing is missing or unexpected."""
     named = getattr(transformers, json.loads((path / "config.json").read_text())["architectures"][0])
-    module, info = named.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    module, info = named.from_pretrained(path, attn_implementation="eager", output_loading_info=True, **EAGER_EXPERTS)
     assert not any(info.values())
     return module
 
