@@ -101,7 +101,7 @@ def _factors(
         up = config.names.rows_out(module, [arrays[id(each.B)] for each in adapters], config)
         pair = arrays[id(adapters[0].A)], up  # (r, K), (N, r)
         of_modules.setdefault(_wrapper(module.rpartition(".")[0]) if module in stacked else module, []).append(pair)
-    tensors = {}
+    tensors: dict[str, Array] = {}
     for module, pairs in of_modules.items():
         down, up = _joined(pairs)
         tensors |= {f"{_PREFIX}{module}.lora_A.weight": down, f"{_PREFIX}{module}.lora_B.weight": up}

@@ -624,4 +624,5 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
     "swap_tokens": [lambda m, t=t, c=c: ([m(2, t, c), m(2, c, t)], [1], {}) for t, c in ((5, 7), (1, 40), (65, 33))],
+    "zero_sums": [lambda m, f=f: ([np.ones((1, 6), np.uint8), m(5, 7), m(3)], [1, 2] if f else [], {"accumulate": not f}) for f in (True, False)],
 }

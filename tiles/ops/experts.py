@@ -4,7 +4,8 @@ A task of an expert gets a whole tile of rows and gathers those that chose the e
 Results are added in the order of experts to a tensor that begins at zero (or at the result of a shared expert): no task of an expert is the first
 to write it. If all rows are in one tile, there are several such tensors, so several workers compute, and the tensors are added at the end. The
 routing writes a flag for each expert that a row chose, and tasks of other experts are skipped, before their weights are fetched. Of the backward
-tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens.
+tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens. Those of its
+low-rank updates begin with tasks that write zeros, so a frozen expert without tokens is not fetched.
 
 Legend: x (B, T, C), logits (B, T, E), choices (B, T, K) int32, weights (B, T, K), flags (b, t, E) uint8 for b x t tiles of rows; matrices of an
 expert: gate (I, C), up (I, C), down (C, I), and of its low-rank update of rank r: a (r, C), gate_b (I, r), up_b (I, r), down_a (r, I), down_b (C, r).
@@ -154,6 +155,8 @@ def experts_backward(
     dx, dweights = (elementwise.fill(tensor.like(name=f"d {tensor.name}"), 0.0) for tensor in (x, routing.weights))
     num_c = x.grid[-1]
     for number, (expert, gradient) in enumerate(zip(matrices, gradients, strict=True)):
+        if isinstance(gradient, ExpertUpdate):
+            _begin(x, routing, gradient, number)
         for i, row in itertools.product(range(expert.gate.grid[0]), leading(x)):
             accesses = _inputs(x, row, routing, expert, i, number) + _factors(updates, number, i)
             accesses += [(dy[*row, c], R) for c in range(num_c)]
@@ -166,6 +169,15 @@ def experts_backward(
             accesses.append(_scratch(x, expert, updates, is_backward=True))
             emit(x.runtime, "expert_backward", accesses, condition=_condition(x, routing, number), **_constants(x, number, updates))
     return dx, dweights
+
+
+def _begin(x: TileTensor, routing: Routing, gradient: ExpertUpdate, number: int) -> None:
+    """Write zeros to the gradients of an expert's update that have no contribution yet, in all lanes, to which the next contributions belong."""
+    tiles = dict.fromkeys(tile for i in range(gradient.gate_b.grid[0]) for tile in gradient.tiles(i))
+    condition = _condition(x, routing, number)._replace(guard=0)
+    for _ in range(x.runtime.lanes):
+        accesses: list[Access] = [(routing.flags[*next(iter(leading(x))), 0], R), *((tile, REDUX) for tile in tiles)]
+        emit(x.runtime, "zero_sums", accesses, condition=condition)
 
 
 def _factors(updates: ExpertUpdates | None, number: int, i: int) -> list[Access]:

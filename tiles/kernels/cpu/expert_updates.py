@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..reference.experts import ExpertFactors
@@ -58,10 +57,11 @@ class LowRankProducts:
         """Compute the gradients of the factors of down, after `add_hidden_slopes`.
 
         Args:
-            of: the gradients, whose old values count `beta` times.
+            of: the gradients.
             dys: c arrays (n, c).
             hidden: (n, I).
             weigh: function that multiplies rows by their weights.
+            beta: factor of the old gradients.
         """
         slopes = self._slopes[: hidden.shape[0]]
         weigh(slopes)

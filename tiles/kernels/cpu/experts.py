@@ -244,6 +244,13 @@ def _block_backward(
         gemm(b, hidden, given.ddowns[number], trans_a=True, beta=float(accumulate))
 
 
+@register("zero_sums", "cpu")
+def zero_sums(flags: Array, *sums: Array, accumulate: bool) -> None:
+    """Write zeros to sums that begin here; keep those that have begun."""
+    for total in () if accumulate else sums:
+        total.fill(0)
+
+
 _NO_DOCUMENTS: Final = np.empty(0, np.int32)
 
 

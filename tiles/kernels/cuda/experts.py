@@ -15,6 +15,7 @@ import numpy as np
 from ..reference.experts import ExpertFactors, expert_backward_tiles, expert_forward_tiles, update_size
 from ..registry import register
 from .array import DeviceArray
+from .elementwise import fill
 from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device, threads_for
 
 _source = KernelSource("experts")
@@ -181,6 +182,13 @@ def _factor_slopes(
     for x, dx, a, out in zip(xs, given.dxs, factors.a, of.a, strict=True):
         learn(slopes, x, out)
         _add(slopes, a, dx.rows(), scale)
+
+
+@register("zero_sums", "cuda")
+def zero_sums(flags: DeviceArray, *sums: DeviceArray, accumulate: bool) -> None:
+    """Write zeros to sums that begin here; keep those that have begun."""
+    for total in () if accumulate else sums:
+        fill(total, value=0.0)
 
 
 @register("balance", "cuda")

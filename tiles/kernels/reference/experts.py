@@ -76,10 +76,11 @@ class ExpertBackward(NamedTuple):
         return [*self.dgates, *self.dups, *self.ddowns] if self.dfactors is None else self.dfactors.tiles
 
 
-def _factors(tiles: Sequence[Any], num_c: int) -> tuple[ExpertFactors, Sequence[Any]]:
+def _factors(tiles: list[Any], num_c: int) -> tuple[ExpertFactors, list[Any]]:
     """Name the first tiles, which are a * num_c, gate_b, up_b, down_a, down_b * num_c, and return the rest."""
     n = num_c
-    return ExpertFactors(tiles[:n], *tiles[n : n + 3], tiles[n + 3 : 2 * n + 3]), tiles[2 * n + 3 :]
+    gate_b, up_b, down_a = tiles[n : n + 3]
+    return ExpertFactors(tiles[:n], gate_b, up_b, down_a, tiles[n + 3 : 2 * n + 3]), tiles[2 * n + 3 :]
 
 
 def expert_forward_tiles(tiles: Sequence[Any], num_c: int, *, has_factors: bool = False) -> ExpertForward:
@@ -93,8 +94,8 @@ def expert_forward_tiles(tiles: Sequence[Any], num_c: int, *, has_factors: bool 
 
 
 def expert_backward_tiles(tiles: Sequence[Any], num_c: int, *, has_factors: bool = False) -> ExpertBackward:
-    """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, flags, [factors,] dy, dx (each times num_c), dweights, [dgate,
-    dup, ddown (each times num_c), or the gradients of factors,] scratch."""
+    """Name the tiles, which are x, gate, up, down (each times num_c), choices, weights, flags, [factors,] dy, dx (each times num_c), dweights,
+    [dgate, dup, ddown (each times num_c), or the gradients of factors,] scratch."""
     n = num_c
     choices, weights, flags, *rest = tiles[4 * n :]
     factors, rest = _factors(rest, n) if has_factors else (None, rest)
@@ -216,6 +217,13 @@ def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = F
         _spread([of.up_b], scale * dup @ wide.T, 0, accumulate)
         _spread([of.down_a], scale * np.concatenate(down_b, axis=0).T @ ddown, 0, accumulate)
         _spread(of.down_b, scale * ddown @ down_a.T, 0, accumulate)
+
+
+@register("zero_sums", "reference")
+def zero_sums(flags: Array, *sums: Array, accumulate: bool) -> None:
+    """Write zeros to sums that begin here; keep those that have begun. An expert that no row chose adds nothing to them."""
+    for total in () if accumulate else sums:
+        total[...] = 0
 
 
 def _spread(tiles: Sequence[Array], whole: Array, axis: int, accumulate: bool) -> None:
