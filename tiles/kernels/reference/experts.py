@@ -72,7 +72,7 @@ class ExpertBackward(NamedTuple):
 
     @property
     def learnt(self) -> list[Any]:
-        """The gradients of what is learnt, all of them sums over tiles of rows."""
+        """Gradients of matrices or factors, all of them sums over tiles of rows."""
         return [*self.dgates, *self.dups, *self.ddowns] if self.dfactors is None else self.dfactors.tiles
 
 
