@@ -5,10 +5,11 @@
 W is (K, N), A (r, K), B (N, r). A begins uniform in [-1 / sqrt(K), 1 / sqrt(K)], as in the authors' code and in PEFT, and B at zero. Rules:
 
 - Every parameter of the original model is frozen: no gradient, no optimizer state, and no task writes it. Every `Linear` layer, that is each
-  matrix of attention and of the feed-forward layers, gets an adapter. Only a classifier's head, which is new, and the layer before it are trained
-  whole, as in PEFT.
-- Weights that are one matrix in the family's files, such as GPT-2's q, k and v, count as one matrix: their layers share A and the dropout mask of x,
-  and their B are row blocks of one B. So the adapters equal those of PEFT, which adapts the matrices of the files.
+  matrix of attention and of the feed-forward layers, gets an adapter; those of experts only if asked for. Only a classifier's head, which is new,
+  and the layer before it are trained whole, as in PEFT.
+- Weights that are one matrix in the family's files, such as GPT-2's q, k and v, or in transformers' arrays of all experts, gate and up, count as one
+  matrix: their layers share A and the dropout mask of x, and their B are row blocks of one B. So the adapters equal those of PEFT, which adapts the
+  matrices of transformers' modules.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..architecture.family_config import ModelConfig
 from ..architecture.names import is_of_head
 from ..errors import UsageError
 from ..hf.layout import names_of
+from ..models.blocks import Mixture
 from ..models.language import LanguageModel
 from ..models.mixtures import MixtureConfig
 from ..nn.functional import SITES
@@ -47,6 +49,7 @@ class LoRA:
         rank: r, at least 1.
         alpha: numerator of the scale alpha / r, above 0.
         dropout: probability in [0, 1) that an element of the adapter's input is dropped.
+        experts: whether each expert of a mixture gets adapters, too, which have no dropout, as in PEFT.
 
     Raises:
         UsageError: a hyperparameter is out of its range.
@@ -55,6 +58,7 @@ class LoRA:
     rank: int
     alpha: float
     dropout: float = 0.0
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not 0 < self.alpha < inf or not 0 <= self.dropout < 1:
@@ -63,6 +67,8 @@ class LoRA:
                 f"got {self.rank}, {self.alpha:g} and {self.dropout:g}",
                 "for example 8, 16 and 0",
             )
+        if self.experts and self.dropout:
+            raise UsageError(f"a LoRA of experts must have a dropout of 0, as in PEFT, got {self.dropout:g}", "set it to 0")
 
     @property
     def scale(self) -> float:
@@ -85,12 +91,31 @@ def _is_trained_whole(model: LanguageModel, name: str) -> bool:
     return model.config.num_labels > 0 and is_of_head(name)
 
 
-def largest_rank(config: ModelConfig) -> int:
-    """Return the largest rank for a model: the smallest dimension of its adapted matrices, beyond which the product has no lower rank."""
+def mixtures_of(config: ModelConfig) -> list[MixtureShape]:
+    """Return the shapes of a model's mixtures of experts, in order of its blocks; empty for a dense model."""
+    if not isinstance(config, MixtureConfig):
+        return []
+    return [block.feed_forward for block in config.description.stack.blocks if isinstance(block.feed_forward, MixtureShape)]
+
+
+def num_idle_factors(config: ModelConfig, lora: LoRA) -> int:
+    """Return the number of weights of adapters that a token does not pass through: those of experts that are not chosen for it."""
+    shapes = mixtures_of(config) if lora.experts else []
+    sizes = [(shape.num_experts - shape.num_chosen) * (2 * config.n_embd + 3 * shape.expert.inner_size) for shape in shapes]
+    return lora.rank * sum(sizes)
+
+
+def largest_rank(config: ModelConfig, *, experts: bool = False) -> int:
+    """Return the largest rank for a model: the smallest dimension of its adapted matrices, beyond which the product has no lower rank.
+
+    Args:
+        experts: whether experts have adapters.
+    """
     widths = [config.inner_size]
-    if isinstance(config, MixtureConfig):  # experts take no adapters
+    if isinstance(config, MixtureConfig):
         inner = [block.feed_forward for block in config.description.stack.blocks]
         adapted_layers = [layer.shared if isinstance(layer, MixtureShape) else layer for layer in inner]
+        adapted_layers += [shape.expert for shape in mixtures_of(config)] if experts else []
         widths = [layer.inner_size for layer in adapted_layers if layer is not None]
     return min(config.n_embd, *widths, config.n_head * config.head_size, config.n_kv_head * config.head_size)
 
@@ -104,13 +129,18 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
         seed: seed of the initial values of A.
 
     Raises:
-        UsageError: the rank is above `largest_rank`, the model has adapters already, or it has more matrices than dropout streams.
+        UsageError: the rank is above `largest_rank`, the model has adapters already, it has more matrices than dropout streams, or it has no experts
+            that could have adapters.
     """
-    limit = largest_rank(model.config)
+    if lora.experts and not mixtures_of(model.config):
+        raise UsageError("a LoRA of experts needs a mixture of experts, and the model has none", "use adapters without experts")
+    limit = largest_rank(model.config, experts=lora.experts)
     if lora.rank > limit:
         raise UsageError(f"a LoRA's rank must be at most {limit}, the smallest width of a matrix that it adapts, got {lora.rank}", "lower it")
     if any(layer.lora is not None for layer in _adaptable(model).values()):
         raise UsageError("a model can have only one set of adapters, and this one has some", "build a new model for others")
+    for layer in expert_layers(model) if lora.experts else ():
+        layer.takes_adapter = True
     groups = adapted(model)
     if lora.dropout and len(groups) > SITES // 2:
         raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}", "set its dropout to 0")
@@ -126,15 +156,25 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
 
 
 def adapted(model: LanguageModel) -> dict[str, dict[str, Linear]]:
-    """Return the adapted layers by the module of the family's files that joins their weights: module -> {name: our layer}, in column order."""
+    """Return the adapted layers by the module of the family's files that joins their weights: module -> {name: our layer}, in column order.
+
+    Layers of experts are grouped by transformers' arrays of all experts, as in `Names.array_of`: array.number of the expert -> {name: our layer}.
+    """
     layers = _adaptable(model)
     factors = _factors(layers)
     base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}
     theirs = names_of(model.config, base)
     groups: dict[str, dict[str, Linear]] = {}
     for name, layer in layers.items():
-        groups.setdefault(theirs[name + _WEIGHT].removesuffix(_WEIGHT), {})[name] = layer
+        module = theirs[name + _WEIGHT].removesuffix(_WEIGHT)
+        array = model.config.names.array_of(module)
+        groups.setdefault(module if array is None else f"{array[0]}.{array[1]}", {})[name] = layer
     return groups
+
+
+def expert_layers(model: LanguageModel) -> list[Linear]:
+    """Return the layers of all experts of a model."""
+    return [layer for _, module in model.named_modules() if isinstance(module, Mixture) for layer in module.expert_layers()]
 
 
 def adapter_factors(layer: Linear, down: Array, up: Array) -> tuple[Array, Array]:

@@ -184,9 +184,7 @@ class Names:
             return state
         for whole in self.stacked:
             state = whole.joined(state)
-        renamed = {new: old for old, new in self.older.items()}
-        ends = {name: next((end for end in renamed if name.endswith(end)), "") for name in state}
-        return {name.removesuffix(end) + renamed[end] if end else name: state[name] for name, end in ends.items()}
+        return {self._in_module(name): array for name, array in state.items()}
 
     def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any, *, has_head: bool = True) -> Arrays:
         """Translate a state dict of transformers' model, or of its part under the prefix alone, to arrays under our names.
@@ -246,6 +244,23 @@ class Names:
         """Join arrays (N, ..) of our layers that are one module in the files, with rows in the order of the module's output features."""
         join = next((join for join in self.joined if module.endswith(f".{join.whole}")), None)
         return join.whole_of(pieces, config) if join is not None and join.by_head else np.concatenate(pieces)
+
+    def array_of(self, module: str) -> tuple[str, int] | None:
+        """Return the array of all experts that has the matrix of a module of the files in transformers' module, and the number of the expert.
+
+        Returns:
+            None for a module that is not a layer of an expert.
+        """
+        for whole in self.stacked:
+            match = re.fullmatch(rf"(.*\.){re.escape(whole.module)}\.(\d+)\.({'|'.join(map(re.escape, whole.members))})", module)
+            if match is not None:
+                return self._in_module(match[1] + whole.whole), int(match[2])
+        return None
+
+    def _in_module(self, name: str) -> str:
+        """Return a name in files as transformers' module has it, for which `older` has the rules."""
+        old, new = next(((old, new) for old, new in self.older.items() if name.endswith(new)), ("", ""))
+        return name.removesuffix(new) + old
 
     def _aliases(self, config: Any) -> dict[str, str]:
         return {**self.aliases, **({self.head: self.embedding} if config.ties_head else {})}

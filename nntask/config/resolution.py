@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapters.lora import LoRA, largest_rank
+from ..adapters.lora import LoRA, largest_rank, mixtures_of
 from ..architecture.family_config import ModelConfig
 from ..architecture.interface import LanguageConfig
 from ..checkpoints.store import Checkpoint, run_of
@@ -44,7 +44,7 @@ from .run_config import (
 from .settings import OptimizerSettings, TrainSettings, known
 from .stored_run import differences, frozen_base_to_start_from, stored_settings
 from .tile_sizes import TILE_FLAGS, in_tiles, table_tiling
-from .validation import check_rank, checked_length, nearest, rank_of, trace_range
+from .validation import adapts_experts, check_rank, checked_length, nearest, rank_of, trace_range
 
 DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
@@ -73,7 +73,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
     if settings.model.attention == "cudnn":
         there = with_cudnn(there)
-    check_rank(settings, largest_rank(config))
+    check_rank(settings, largest_rank(config, experts=adapts_experts(settings)), has_experts=bool(mixtures_of(config)))
     return RunConfig(
         **_terms(settings, config, resumed, there),
         model=model_spec(settings, config, tiling),
@@ -252,7 +252,7 @@ def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling
 def adapters_of(settings: TrainSettings) -> LoRA | None:
     """Return the adapters that `--train` asks for; None if all weights are trained."""
     rank, chosen = rank_of(settings), settings.optimizer
-    return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
+    return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout, adapts_experts(settings))
 
 
 def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:

@@ -112,7 +112,7 @@ class OptimizerSettings:
     """Optimizer, learning rate and adapters."""
 
     train: str = "all"
-    """weights to train: all, or lora:RANK for LoRA adapters of that rank on frozen weights (Hu et al., 2021)"""
+    """weights to train: all, or lora:RANK for LoRA adapters of that rank on frozen weights (Hu et al., 2021), lora:RANK:experts on experts, too"""
     lora_alpha: float | None = None
     """scale of LoRA adapters, whose product is multiplied by alpha / RANK (default: the rank)"""
     lora_dropout: float = 0.0

@@ -73,7 +73,8 @@ _RANGES: Final = (
     ("optimizer", "min_lr", 0.0, float("inf"), True),
     ("optimizer", "warmup_start_lr", 0.0, float("inf"), True),
 )
-_LORA: Final = re.compile(r"lora:(\d{1,9})")
+_EXPERTS: Final = ":experts"
+_LORA: Final = re.compile(rf"lora:(\d{{1,9}})({_EXPERTS})?")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
 _NAME: Final = r"[\w.*]+( and \d+)?"  # in a PyTorch model, a task of several operations is named after one of them: "mm and 2"
 _OPERATION: Final = rf"{_NAME}(\[\d+\])?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
@@ -222,15 +223,22 @@ def rank_of(settings: TrainSettings) -> int | None:
     """Return the rank of the adapters to train; None if all weights are trained.
 
     Raises:
-        UsageError: --train is neither all nor lora:RANK.
+        UsageError: --train is not all, lora:RANK or lora:RANK:experts.
     """
     asked = settings.optimizer.train
     if asked == "all":
         return None
     match = _LORA.fullmatch(asked)
     if match is None or int(match[1]) < 1:
-        raise UsageError(f"must be all, or lora:RANK with a rank of at least 1, got {asked}", "for example --train lora:8", flag="--train")
+        raise UsageError(
+            f"must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got {asked}", "for example --train lora:8", flag="--train"
+        )
     return int(match[1])
+
+
+def adapts_experts(settings: TrainSettings) -> bool:
+    """Return whether the experts of a mixture get adapters, too."""
+    return settings.optimizer.train.endswith(_EXPERTS)
 
 
 def _check_adapters(settings: TrainSettings) -> None:
@@ -244,19 +252,29 @@ def _check_adapters(settings: TrainSettings) -> None:
         return
     if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
         raise UsageError(f"must be a finite number above 0, got {optimizer.lora_alpha:g}", "for example twice the rank", flag="--lora-alpha")
+    if adapts_experts(settings) and optimizer.lora_dropout:
+        others = (Setting("--train", optimizer.train),)
+        raise UsageError(
+            "must be 0 with {0}: adapters of experts have no dropout, as in PEFT", "drop one of them", flag="--lora-dropout",
+            value=optimizer.lora_dropout, others=others,
+        )  # fmt: skip
 
 
-def check_rank(settings: TrainSettings, limit: int) -> None:
-    """Check the rank of adapters against the smallest width of the matrices that get one.
+def check_rank(settings: TrainSettings, limit: int, *, has_experts: bool) -> None:
+    """Check adapters against the smallest width of the matrices that get one, and against a model without experts.
 
     Raises:
-        UsageError: the rank is larger.
+        UsageError: the rank is larger, or there are no experts that could have adapters.
     """
-    rank = rank_of(settings)
-    if rank is not None and rank > limit:
+    rank, asked = rank_of(settings), settings.optimizer.train
+    if rank is None:
+        return
+    if adapts_experts(settings) and not has_experts:
+        raise UsageError(f"{asked} is for mixtures of experts, and the model has none", f"use lora:{rank}", flag="--train")
+    if rank > limit:
         raise UsageError(
-            f"lora:{rank} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter",
-            f"the nearest legal value is lora:{limit}",
+            f"{asked} must have a rank of at most {limit}, the smallest width of a matrix that gets an adapter",
+            f"the nearest legal value is {asked.replace(str(rank), str(limit), 1)}",
             flag="--train",
         )
 

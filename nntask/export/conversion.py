@@ -19,7 +19,7 @@ import numpy as np
 from scheduler import CapturingRuntime, Shortage
 from tiles import BLOCK_FORMATS, ENCODED_FORMATS
 
-from ..adapters.lora import adapted
+from ..adapters.lora import adapted, expert_layers
 from ..checkpoints.store import Checkpoint
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
@@ -112,9 +112,8 @@ def _matrices(model: LanguageModel) -> frozenset[str]:
     """Return names in the family's files of the matrices of layers, except those that choose or weigh experts."""
     shapes = {name: tensor.shape for name, tensor in model.tensors().items()}
     modules, theirs = dict(model.named_modules()), names_of(model.config, shapes)
-    mixtures = [module for module in modules.values() if isinstance(module, Mixture)]
-    experts = {id(layer) for mixture in mixtures for each in mixture.experts for layer in each.layers()}
-    gates = {id(mixture.shared_gate) for mixture in mixtures}
+    experts = {id(layer) for layer in expert_layers(model)}
+    gates = {id(module.shared_gate) for module in modules.values() if isinstance(module, Mixture)}
     added, removed = ({theirs[f"{name}.weight"] for name, module in modules.items() if id(module) in ids} for ids in (experts, gates))
     return frozenset(f"{name}.weight" for name in adapted(model)) - removed | added
 

@@ -25,7 +25,7 @@ from ..architecture.description import AttentionShape, BlockShape, FeedForwardSh
 from ..architecture.rotary import Rotary
 from ..nn import functional
 from ..nn.autograd import Tensor
-from ..nn.experts import Routed, mixture, routed
+from ..nn.experts import LowRankExperts, Routed, mixture, routed
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import EncoderPast, LayerPast
 from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
@@ -198,7 +198,7 @@ class FeedForward(Module):
 
 
 class Mixture(Module):
-    """Mixture of experts: (B, T, C) -> (B, T, C). Adapters leave its router and its experts alone."""
+    """Mixture of experts: (B, T, C) -> (B, T, C). Adapters leave its router alone, and its experts unless asked for."""
 
     def __init__(self, shape: MixtureShape, made: Construction) -> None:
         self.names, self.shape = made.names, shape
@@ -209,7 +209,7 @@ class Mixture(Module):
         if shape.shared is not None:
             self.shared = FeedForward(shape.shared, made)
             self.shared_gate = made.linear(width, 1, (tile, 1), std=shape.std, has_bias=False)
-        for layer in (self.router, *(layer for expert in self.experts for layer in expert.layers())):
+        for layer in (self.router, *self.expert_layers()):
             layer.takes_adapter = False
 
     def __call__(self, x: Tensor, given: ForwardPass) -> Tensor:
@@ -220,7 +220,19 @@ class Mixture(Module):
         y = None
         if self.shared is not None and self.shared_gate is not None:  # sigmoid((B, T, C) @ (1, C)^T) * (B, T, C) -> (B, T, C)
             y = functional.row_gated(self.shared_gate(x), self.shared(x, given))
-        return mixture(x, routing, [tuple(layer.weight for layer in expert.layers()) for expert in self.experts], y)  # -> (B, T, C)
+        return mixture(x, routing, [tuple(layer.weight for layer in expert.layers()) for expert in self.experts], y, self._adapters())  # (B, T, C)
+
+    def expert_layers(self) -> list[Linear]:
+        """Return the layers of all experts, those of one expert after another."""
+        return [layer for expert in self.experts for layer in expert.layers()]
+
+    def _adapters(self) -> LowRankExperts | None:
+        """Return the adapters of the experts; None without any."""
+        adapters = [layer.lora for layer in self.expert_layers() if layer.lora is not None]
+        if not adapters:
+            return None
+        of_experts = zip(adapters[::3], adapters[1::3], adapters[2::3], strict=True)
+        return LowRankExperts([(gate.A, gate.B, up.B, down.A, down.B) for gate, up, down in of_experts], adapters[0].scale)
 
 
 class Block(Module):

@@ -12,7 +12,7 @@ from tiles import TileTensor
 from tiles.ops import experts as expert_ops
 
 from ..errors import UsageError
-from .autograd import Gradients, Tensor, accumulator_of, add_to, on_tape, only, tape_enabled
+from .autograd import Edge, Gradients, Tensor, accumulator_of, add_to, on_tape, only, tape_enabled
 
 
 class Routed(NamedTuple):
@@ -42,15 +42,28 @@ def routed(logits: Tensor, num_chosen: int, *, renormalises: bool) -> Routed:
     return Routed(logits, on_tape("routed", [logits], [routing.weights], backward)[0], routing, tape_enabled())
 
 
-def mixture(x: Tensor, chosen: Routed, experts: Sequence[Sequence[Tensor]], y: Tensor | None = None) -> Tensor:
+class LowRankExperts(NamedTuple):
+    """Low-rank updates learnt in addition to frozen experts.
+
+    Args:
+        factors: a (r, C), which gate and up share, gate_b (I, r), up_b (I, r), down_a (r, I) and down_b (C, r) of each expert.
+        scale: factor of the updates.
+    """
+
+    factors: Sequence[Sequence[Tensor]]
+    scale: float
+
+
+def mixture(x: Tensor, chosen: Routed, experts: Sequence[Sequence[Tensor]], y: Tensor | None = None, added: LowRankExperts | None = None) -> Tensor:
     """Return [y +] the weighted sum of silu(x gate^T) * (x up^T) down^T over the chosen experts  # (B, T, C) -> (B, T, C).
 
     Args:
         experts: gate (I, C), up (I, C) and down (C, I) of each expert.
         y: (B, T, C), to which the sum is added in place; no backward function may need it. None for none.
+        added: low-rank updates of the matrices, which must be frozen then; None for none.
 
     Raises:
-        UsageError: only one or two matrices of an expert are learnt.
+        UsageError: only one or two matrices of an expert are learnt, or matrices with updates.
     """
     matrices = [expert_ops.Expert(*(matrix.data for matrix in expert)) for expert in experts]
     edges = [[matrix.edge for matrix in expert if matrix.edge is not None] for expert in experts]
@@ -59,18 +72,40 @@ def mixture(x: Tensor, chosen: Routed, experts: Sequence[Sequence[Tensor]], y: T
             raise UsageError(
                 f"all three matrices of an expert must be learnt or none, got {len(learnt)} of 3 in expert {number}", "freeze them together"
             )
+    updates = None
+    if added is not None:
+        updates = expert_ops.ExpertUpdates([expert_ops.ExpertUpdate(*(each.data for each in factors)) for factors in added.factors], added.scale)
+        edges = [_only_factors(factors, learnt, x) for factors, learnt in zip(added.factors, edges, strict=True)]
     x_data, routing, x_edge, weights_edge, y_edge = x.data, chosen.routing, x.edge, chosen.weights.edge, None if y is None else y.edge
 
     def backward(gradients: Gradients) -> None:
         dy = only(gradients)
         if y_edge is not None:
             y_edge.add(dy)
-        totals = [expert_ops.Expert(*map(accumulator_of, learnt)) if learnt else None for learnt in edges]
-        dx, dweights = expert_ops.experts_backward(x_data, routing, matrices, dy, totals)
+        kind = expert_ops.Expert if updates is None else expert_ops.ExpertUpdate
+        totals = [kind(*map(accumulator_of, learnt)) if learnt else None for learnt in edges]
+        dx, dweights = expert_ops.experts_backward(x_data, routing, matrices, dy, totals, updates)
         add_to([weights_edge, x_edge], [dweights, dx])
 
-    inputs = [x, chosen.weights, y, *(matrix for expert in experts for matrix in expert)]
-    return on_tape("mixture", inputs, [expert_ops.experts(x_data, routing, matrices, None if y is None else y.data)], backward)[0]
+    learnable = [*experts, *(() if added is None else added.factors)]
+    inputs = [x, chosen.weights, y, *(parameter for expert in learnable for parameter in expert)]
+    return on_tape("mixture", inputs, [expert_ops.experts(x_data, routing, matrices, None if y is None else y.data, updates)], backward)[0]
+
+
+def _only_factors(factors: Sequence[Tensor], of_matrices: Sequence[Edge], x: Tensor) -> list[Edge]:
+    """Return the edges of the factors of an expert's update, of which all are learnt, and none of the matrices; empty if no gradient is wanted.
+
+    Raises:
+        UsageError: some of them are frozen, or a matrix is learnt.
+    """
+    learnt = [factor.edge for factor in factors if factor.edge is not None]
+    if tape_enabled() and (of_matrices or len(learnt) < len(factors)) and (of_matrices or learnt or x.edge is not None):
+        raise UsageError(
+            f"the {len(factors)} factors of an expert with adapters must be learnt, and its matrices frozen, got {len(learnt)} factors and "
+            f"{len(of_matrices)} matrices that are learnt",
+            "freeze the matrices alone",
+        )
+    return learnt
 
 
 def balance_loss(layers: Sequence[Routed], documents: TileTensor | None, *, scale: float) -> Tensor:

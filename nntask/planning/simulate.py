@@ -283,7 +283,7 @@ def _largest_model(run: RunConfig, target: MachineModel, ratio: float) -> str | 
     """
     adapters, minibatch = run.model.adapters, run.step.minibatch
     for name, preset in sorted(family_of(run.model.config).presets.items(), key=lambda item: -item[1].num_parameters):
-        if adapters is not None and adapters.rank > largest_rank(preset):
+        if adapters is not None and adapters.rank > largest_rank(preset, experts=adapters.experts):
             continue
         if image_shape(preset) != image_shape(run.model.config):  # its images have another shape than those of the run
             continue

@@ -16,6 +16,7 @@ from scheduler import Runtime
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import NONE, SUBMISSION, PlannedOrder
 
+from ..adapters.lora import num_idle_factors
 from ..checkpoints.store import Checkpoint
 from ..config.machine import PINNED
 from ..config.run_config import LanguageRun, Length, RunConfig
@@ -186,7 +187,7 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
 def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
     """Return the floating-point operations of one sequence."""
     model = run.model
-    num_adapter_weights = 0 if model.adapters is None else engine.num_trained
+    num_adapter_weights = 0 if model.adapters is None else engine.num_trained - num_idle_factors(model.config, model.adapters)
     target_len = run.data.objective.target_length
     return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights, target_len=target_len)
 

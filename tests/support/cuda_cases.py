@@ -77,10 +77,10 @@ def _kept(op: str, args: list[np.ndarray], constants: dict[str, Any]) -> set[int
         found = backward_tiles(places, constants["num_c"], how)
         return {found.lse, *found.dws} | {place for place in (found.factor, found.dbias) if place is not None}
     if op == "expert_forward":
-        return {expert_forward_tiles(range(len(args)), constants["num_c"]).weights}
+        return {expert_forward_tiles(range(len(args)), constants["num_c"], has_factors="scale" in constants).weights}
     if op == "expert_backward":
-        given = expert_backward_tiles(range(len(args)), constants["num_c"])
-        return {given.weights, given.dweights, *given.dgates, *given.dups, *given.ddowns}
+        given = expert_backward_tiles(range(len(args)), constants["num_c"], has_factors="scale" in constants)
+        return {given.weights, given.dweights, *given.learnt}
     num_tiles = len(args) - bool(constants.get("offset"))  # negative places count from before the scratch of an offset
     return {place % num_tiles for place in FLOATS.get(op, ()) if place < num_tiles}
 

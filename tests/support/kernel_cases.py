@@ -230,17 +230,20 @@ def _choices(make: Maker) -> list[np.ndarray]:
     return [choices.reshape(2, 5, 3), make.positive(2, 5, 3), (np.bincount(choices.reshape(-1), minlength=6) > 0).astype(np.uint8).reshape(1, 1, 6)]
 
 
-def _expert(make: Maker, *, expert: int, backward: bool, first: bool = False, is_frozen: bool = False) -> Case:
-    """One expert with seven features inside; the features of rows are in two tiles."""
+def _expert(make: Maker, *, expert: int, backward: bool, first: bool = False, is_frozen: bool = False, rank: int = 0) -> Case:
+    """One expert with seven features inside; the features of rows are in two tiles. With a rank, low-rank updates are learnt."""
     xs, gates, ups, downs = ([make(*shape) for shape in pair] for pair in (((2, 5, 3), (2, 5, 4)), *[((7, 3), (7, 4))] * 2, ((3, 7), (4, 7))))
-    given = [*xs, *gates, *ups, *downs, *_choices(make)]
-    room = np.empty(max(expert_scratch(10, 7, 7, 8, is_backward=backward), device_expert_scratch(10, 7, 4, is_backward=backward)), np.uint8)
+    shapes = ((rank, 3), (rank, 4), (7, rank), (7, rank), (rank, 7), (3, rank), (4, rank)) if rank else ()
+    factors, how = [make(*shape) * make.dtype.type(0.25) for shape in shapes], {"scale": 0.5} if rank else {}
+    given = [*xs, *gates, *ups, *downs, *_choices(make), *factors]
+    sizes = expert_scratch(10, 7, 7, 8, is_backward=backward, rank=rank), device_expert_scratch(10, 7, 4, is_backward=backward, rank=rank)
+    room = np.empty(max(sizes), np.uint8)
     if not backward:
-        return [*given, make(2, 5, 3), make(2, 5, 4), room], [], {"num_c": 2, "expert": expert}
+        return [*given, make(2, 5, 3), make(2, 5, 4), room], [], {"num_c": 2, "expert": expert, **how}
     given += [make(2, 5, 3), make(2, 5, 4), make(2, 5, 3), make(2, 5, 4), make(2, 5, 3)]
-    grads = [] if is_frozen else [make(*w.shape) for w in (*gates, *ups, *downs)]
+    grads = [make(*w.shape) for w in factors or ([] if is_frozen else (*gates, *ups, *downs))]
     outputs = list(range(len(given), len(given) + len(grads))) if first else []
-    return [*given, *grads, room], outputs, {"num_c": 2, "expert": expert, "accumulate": not first}
+    return [*given, *grads, room], outputs, {"num_c": 2, "expert": expert, "accumulate": not first, **how}
 
 
 HEADS = (Head(True, True, True), Head(cap=1.5), Head(has_factor=True), Head(True, True, True, 1.5), Head(has_bias=True))
@@ -495,10 +498,13 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "balance_finish": [lambda m: ([np.arange(1.0, 14.0), np.empty(1), m(6)], [1, 2], {"scale": 0.3})],
     "expert_backward": [
-        lambda m, e=e, f=f, z=z: _expert(m, expert=e, backward=True, first=f, is_frozen=z)
-        for e, f, z in ((1, True, False), (1, False, False), (5, True, False), (2, False, True))
+        *[
+            lambda m, e=e, f=f, z=z: _expert(m, expert=e, backward=True, first=f, is_frozen=z)
+            for e, f, z in ((1, True, False), (1, False, False), (5, True, False), (2, False, True))
+        ],
+        *[lambda m, e=e, f=f: _expert(m, expert=e, backward=True, first=f, rank=2) for e, f in ((1, True), (2, False), (5, True))],
     ],
-    "expert_forward": [lambda m, e=e: _expert(m, expert=e, backward=False) for e in (1, 5)],
+    "expert_forward": [lambda m, e=e, r=r: _expert(m, expert=e, backward=False, rank=r) for e, r in ((1, 0), (5, 0), (1, 2), (5, 2))],
     "gate_backward": [lambda m, k=k: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {"kind": k}) for k in KINDS],
     "gather_rows": [lambda m: ([m(3, 4, 6), np.array([5, 7, 5, 6, 6], np.int32), m(5, 4, 6)], [2], {"start": 5})],
     "head_backward": [
@@ -625,4 +631,5 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
     "swap_tokens": [lambda m, t=t, c=c: ([m(2, t, c), m(2, c, t)], [1], {}) for t, c in ((5, 7), (1, 40), (65, 33))],
+    "zero_sums": [lambda m, f=f: ([np.ones((1, 6), np.uint8), m(5, 7), m(3)], [1, 2] if f else [], {"accumulate": not f}) for f in (True, False)],
 }

@@ -215,7 +215,7 @@ _PARTS = (
     "add_rows_backward attention_apply attention_backward attention_lse attention_scores head_backward head_finish head_forward "
     "mean_tokens mean_tokens_backward norm_apply norm_backward_apply norm_backward_sums norm_finish row_squares "
     "sum_scalars first_token_backward select_rows gather_rows balance balance_backward balance_finish expert_forward expert_backward "
-    "gram muon_momentum muon_normalise muon_polynomial muon_update"
+    "zero_sums gram muon_momentum muon_normalise muon_polynomial muon_update"
 )
 _REASONS = {
     "random numbers by element are our own": "dropout keyed_uniform random_normal random_uniform",

@@ -194,15 +194,16 @@ def _choices(m: Maker) -> list[np.ndarray]:
     return [choices, m(1, m.rows, 2), np.ones((1, 1, 8), np.uint8)]
 
 
-def _expert(m: Maker, *, backward: bool) -> Call:
+def _expert(m: Maker, *, backward: bool, rank: int = 0) -> Call:
     """All rows choose the expert; the wide shape is a large expert."""
     width, inner = (512, 512) if m.rows == 512 else (32, 50257) if m.rows == 6 else (32, 6)
     x, gate, up, down = m(1, m.rows, width), m(inner, width), m(inner, width), m(width, inner)
-    room = np.empty(expert_scratch(m.rows, width, inner, m.dtype.itemsize, is_backward=backward), np.uint8)
-    given, constants = [x, gate, up, down, *_choices(m)], {"num_c": 1, "expert": 0}
+    room = np.empty(expert_scratch(m.rows, width, inner, m.dtype.itemsize, is_backward=backward, rank=rank), np.uint8)
+    factors = [m(rank, width), m(inner, rank), m(inner, rank), m(rank, inner), m(width, rank)] if rank else []
+    given, constants = [x, gate, up, down, *_choices(m), *factors], {"num_c": 1, "expert": 0, **({"scale": 0.5} if rank else {})}
     if not backward:
         return [*given, np.zeros_like(x), room], constants
-    gradients = [np.zeros_like(array) for array in (x, given[5], gate, up, down)]
+    gradients = [np.zeros_like(array) for array in (x, given[5], *(factors or (gate, up, down)))]
     return [*given, m(1, m.rows, width), *gradients, room], {**constants, "accumulate": True}
 
 
@@ -415,8 +416,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "balance": [lambda m: ([*_routing(m)[:2], np.zeros(2 * _scores(m).shape[-1] + 1)], {"first": False})],
     "balance_backward": [lambda m: ([_scores(m), m(_scores(m).shape[-1]), _scores(m)], {})],
     "balance_finish": [lambda m: ([np.ones(2 * m.columns + 1), np.empty(1), m.row()], {"scale": 0.5})],
-    "expert_backward": [lambda m: _expert(m, backward=True)],
-    "expert_forward": [lambda m: _expert(m, backward=False)],
+    "expert_backward": [lambda m, r=r: _expert(m, backward=True, rank=r) for r in (0, 2)],
+    "expert_forward": [lambda m, r=r: _expert(m, backward=False, rank=r) for r in (0, 2)],
     "gram": [
         lambda m, t=t, n=n: ([m(512, 512) for _ in range(n)], {"trans": t, "alpha": 1.0, "accumulate": False}) for t in (False, True) for n in (2, 3)
     ],
@@ -478,6 +479,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], {})],
     "sum_squares": [lambda m: ([m.tile(), np.empty(1)], {})],
     "swap_tokens": [lambda m: ([m.tile(), m(1, m.columns, m.rows)], {})],
+    "zero_sums": [lambda m: ([np.ones((1, 1, 8), np.uint8), m.tile()], {"accumulate": False})],
 }
 
 

@@ -100,8 +100,9 @@ def test_sums_are_added_to_what_is_there() -> None:
     check(product, x, x.astype(np.float64) @ w.read().astype(np.float64).T, 2e-6)
 
 
+@pytest.mark.parametrize("rank", [0, 5], ids=["", "with low-rank updates"])
 @pytest.mark.parametrize("tile", [96, 60], ids=["one tile of features", "two tiles of features"])
-def test_rows_of_experts(tile: int) -> None:
+def test_rows_of_experts(tile: int, rank: int) -> None:
     """Each row has the sum of its own experts, whatever other rows chose; the width inside an expert is in two tiles."""
     rng, runtime, width, inner, num_experts = np.random.default_rng(4), InlineRuntime(), 96, 70, 5
 
@@ -112,6 +113,8 @@ def test_rows_of_experts(tile: int) -> None:
 
     shapes = [((inner, width), (40, tile))] * 2 + [((width, inner), (tile, 40))]
     matrices = [experts.Expert(*(matrix(*shape) for shape in shapes)) for _ in range(num_experts)]
+    shapes = [((rank, width), (-1, tile)), *[((inner, rank), (40, -1))] * 2, ((rank, inner), (-1, 40)), ((width, rank), (tile, -1))]
+    updates = experts.ExpertUpdates([experts.ExpertUpdate(*(matrix(*shape) for shape in shapes)) for _ in matrices], 0.1) if rank else None
     x, router = (rng.standard_normal(size).astype(np.float32) for size in ((TOKEN_ROWS, width), (num_experts, width)))
 
     def routed(rows: np.ndarray) -> experts.Routing:
@@ -120,11 +123,15 @@ def test_rows_of_experts(tile: int) -> None:
     def product(rows: np.ndarray) -> np.ndarray:
         given = TileTensor(runtime, rows.shape, (len(rows), 1, tile), np.float32, name="x")
         given.write(rows)
-        return experts.experts(given, routed(rows), matrices).read()
+        return experts.experts(given, routed(rows), matrices, updates=updates).read()
 
     chosen, want = routed(x[:, None]), np.zeros((TOKEN_ROWS, width))
     for i, k in np.ndindex(TOKEN_ROWS, 2):
-        gate, up, down = (w.read().astype(np.float64) for w in matrices[chosen.choices.read()[i, 0, k]])
+        number = chosen.choices.read()[i, 0, k]
+        gate, up, down = (w.read().astype(np.float64) for w in matrices[number])
+        if updates is not None:
+            a, gate_b, up_b, down_a, down_b = (factor.read().astype(np.float64) for factor in updates.of_experts[number])
+            gate, up, down = gate + 0.1 * gate_b @ a, up + 0.1 * up_b @ a, down + 0.1 * down_b @ down_a
         gates = gate @ x[i]
         want[i] += chosen.weights.read()[i, 0, k] * (down @ (gates / (1 + np.exp(-gates)) * (up @ x[i])))
     check(product, x, want, 2e-6)

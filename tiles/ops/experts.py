@@ -4,10 +4,11 @@ A task of an expert gets a whole tile of rows and gathers those that chose the e
 Results are added in the order of experts to a tensor that begins at zero (or at the result of a shared expert): no task of an expert is the first
 to write it. If all rows are in one tile, there are several such tensors, so several workers compute, and the tensors are added at the end. The
 routing writes a flag for each expert that a row chose, and tasks of other experts are skipped, before their weights are fetched. Of the backward
-tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens.
+tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens. Those of its
+low-rank updates begin with tasks that write zeros, so a frozen expert without tokens is not fetched.
 
 Legend: x (B, T, C), logits (B, T, E), choices (B, T, K) int32, weights (B, T, K), flags (b, t, E) uint8 for b x t tiles of rows; matrices of an
-expert: gate (I, C), up (I, C), down (C, I).
+expert: gate (I, C), up (I, C), down (C, I), and of its low-rank update of rank r: a (r, C), gate_b (I, r), up_b (I, r), down_a (r, I), down_b (C, r).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.experts import expert_scratch_nbytes
+from ..kernels.reference.experts import ExpertFactors
 from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from . import elementwise
@@ -48,6 +50,41 @@ class Expert(NamedTuple):
     gate: TileTensor
     up: TileTensor
     down: TileTensor
+
+
+class ExpertUpdate(NamedTuple):
+    """Factors of the low-rank update (LoRA) of an expert's matrices, or their gradients; gate and up share a."""
+
+    a: TileTensor
+    gate_b: TileTensor
+    up_b: TileTensor
+    down_a: TileTensor
+    down_b: TileTensor
+
+    def tiles(self, i: int) -> list[Handle]:
+        """Return the tiles for tile `i` of I, in the order of `ExpertFactors.tiles`."""
+        columns = range(self.a.grid[1])
+        factors = ExpertFactors(
+            [self.a[0, c] for c in columns], self.gate_b[i, 0], self.up_b[i, 0], self.down_a[0, i], [self.down_b[c, 0] for c in columns]
+        )
+        return factors.tiles
+
+
+class ExpertUpdates(NamedTuple):
+    """Low-rank updates of all experts.
+
+    Args:
+        of_experts: the update of each expert.
+        scale: factor of all updates.
+    """
+
+    of_experts: Sequence[ExpertUpdate]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.of_experts[0].a.shape[0]
 
 
 def route(logits: TileTensor, num_chosen: int, *, renormalises: bool) -> Routing:
@@ -77,11 +114,14 @@ def route_backward(logits: TileTensor, choices: TileTensor, dweights: TileTensor
     return dlogits
 
 
-def experts(x: TileTensor, routing: Routing, matrices: Sequence[Expert], y: TileTensor | None = None) -> TileTensor:
+def experts(
+    x: TileTensor, routing: Routing, matrices: Sequence[Expert], y: TileTensor | None = None, updates: ExpertUpdates | None = None
+) -> TileTensor:
     """y = [y +] sum over the chosen experts e of weight_e * (silu(x gate_e^T) * (x up_e^T)) down_e^T  # (B, T, C) -> (B, T, C).
 
     Args:
         y: tensor to which the results are added; None for a new one.
+        updates: low-rank updates, with which the matrices are gate + scale gate_b a, up + scale up_b a and down + scale down_b down_a.
     """
     y = elementwise.fill(x.like(name="experts"), 0.0) if y is None else y
     same_axis(x, len(x.shape) - 1, matrices[0].gate, 1)
@@ -92,27 +132,61 @@ def experts(x: TileTensor, routing: Routing, matrices: Sequence[Expert], y: Tile
         for i, row in itertools.product(range(num_inner), rows):
             y = sums[(i if num_inner > 1 else number) % num_sums]
             outputs: list[Access] = [(y[*row, c], RW) for c in range(num_c)]
-            accesses = [*_inputs(x, row, routing, expert, i, number), *outputs, _scratch(x, expert, is_backward=False)]
-            emit(x.runtime, "expert_forward", accesses, condition=_condition(x, routing, number), num_c=num_c, expert=number)
+            inputs = _inputs(x, row, routing, expert, i, number) + _factors(updates, number, i)
+            accesses = [*inputs, *outputs, _scratch(x, expert, updates, is_backward=False)]
+            constants = _constants(x, number, updates)
+            emit(x.runtime, "expert_forward", accesses, condition=_condition(x, routing, number), **constants)
     return functools.reduce(elementwise.add, sums)
 
 
 def experts_backward(
-    x: TileTensor, routing: Routing, matrices: Sequence[Expert], dy: TileTensor, gradients: Sequence[Expert | None]
+    x: TileTensor,
+    routing: Routing,
+    matrices: Sequence[Expert],
+    dy: TileTensor,
+    gradients: Sequence[Expert | ExpertUpdate | None],
+    updates: ExpertUpdates | None = None,
 ) -> tuple[TileTensor, TileTensor]:
-    """Return dx (B, T, C) and dweights (B, T, K) of `experts`; `gradients` receive contributions, None for a frozen expert."""
+    """Return dx (B, T, C) and dweights (B, T, K) of `experts`.
+
+    Args:
+        gradients: for each expert the tensors that receive contributions; those of its update with `updates`, else None for a frozen expert.
+    """
     dx, dweights = (elementwise.fill(tensor.like(name=f"d {tensor.name}"), 0.0) for tensor in (x, routing.weights))
     num_c = x.grid[-1]
     for number, (expert, gradient) in enumerate(zip(matrices, gradients, strict=True)):
+        if isinstance(gradient, ExpertUpdate):
+            _begin(x, routing, gradient, number)
         for i, row in itertools.product(range(expert.gate.grid[0]), leading(x)):
-            accesses = [*_inputs(x, row, routing, expert, i, number), *((dy[*row, c], R) for c in range(num_c))]
+            accesses = _inputs(x, row, routing, expert, i, number) + _factors(updates, number, i)
+            accesses += [(dy[*row, c], R) for c in range(num_c)]
             accesses += [*((dx[*row, c], RW) for c in range(num_c)), (dweights[*row, 0], RW)]
-            if gradient is not None:
+            if isinstance(gradient, ExpertUpdate):
+                accesses += [(tile, REDUX) for tile in gradient.tiles(i)]
+            elif gradient is not None:
                 accesses += [*((gradient.gate[i, c], REDUX) for c in range(num_c)), *((gradient.up[i, c], REDUX) for c in range(num_c))]
                 accesses += [(gradient.down[c, i], REDUX) for c in range(num_c)]
-            accesses.append(_scratch(x, expert, is_backward=True))
-            emit(x.runtime, "expert_backward", accesses, condition=_condition(x, routing, number), num_c=num_c, expert=number)
+            accesses.append(_scratch(x, expert, updates, is_backward=True))
+            emit(x.runtime, "expert_backward", accesses, condition=_condition(x, routing, number), **_constants(x, number, updates))
     return dx, dweights
+
+
+def _begin(x: TileTensor, routing: Routing, gradient: ExpertUpdate, number: int) -> None:
+    """Write zeros to the gradients of an expert's update that have no contribution yet, in all lanes, to which the next contributions belong."""
+    tiles = dict.fromkeys(tile for i in range(gradient.gate_b.grid[0]) for tile in gradient.tiles(i))
+    condition = _condition(x, routing, number)._replace(guard=0)
+    for _ in range(x.runtime.lanes):
+        accesses: list[Access] = [(routing.flags[*next(iter(leading(x))), 0], R), *((tile, REDUX) for tile in tiles)]
+        emit(x.runtime, "zero_sums", accesses, condition=condition)
+
+
+def _factors(updates: ExpertUpdates | None, number: int, i: int) -> list[Access]:
+    return [] if updates is None else [(tile, R) for tile in updates.of_experts[number].tiles(i)]
+
+
+def _constants(x: TileTensor, number: int, updates: ExpertUpdates | None) -> dict[str, Any]:
+    """Return the constants of a task; only one with low-rank updates has a scale."""
+    return {"num_c": x.grid[-1], "expert": number, **({} if updates is None else {"scale": updates.scale})}
 
 
 def _inputs(x: TileTensor, row: tuple[int, ...], routing: Routing, expert: Expert, i: int, number: int) -> list[Access]:
@@ -137,13 +211,13 @@ def _condition(x: TileTensor, routing: Routing, number: int) -> Condition:
     return Condition(guard=4 * x.grid[-1] + 2, number=number, share=1.0 - (1.0 - share) ** num_rows)
 
 
-def _scratch(x: TileTensor, expert: Expert, *, is_backward: bool) -> Access:
-    num_rows, itemsize = int(np.prod(x.tile[:-1])), 8 if x.dtype == np.float64 else 4
-    nbytes = expert_scratch_nbytes(num_rows, x.shape[-1], expert.gate.tile[0], itemsize, is_backward=is_backward)
+def _scratch(x: TileTensor, expert: Expert, updates: ExpertUpdates | None, *, is_backward: bool) -> Access:
+    num_rows, itemsize, rank = int(np.prod(x.tile[:-1])), 8 if x.dtype == np.float64 else 4, 0 if updates is None else updates.rank
+    nbytes = expert_scratch_nbytes(num_rows, x.shape[-1], expert.gate.tile[0], itemsize, is_backward=is_backward, rank=rank)
     if x.runtime.has_gpus:
         from ..kernels.cuda.experts import expert_scratch_nbytes as on_device
 
-        nbytes = max(nbytes, on_device(num_rows, expert.gate.tile[0], x.dtype.itemsize, is_backward=is_backward))
+        nbytes = max(nbytes, on_device(num_rows, expert.gate.tile[0], x.dtype.itemsize, is_backward=is_backward, rank=rank))
     return scratch(x.runtime, nbytes), SCRATCH
 
 

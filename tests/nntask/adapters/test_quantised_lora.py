@@ -24,13 +24,23 @@ from tiles import QuantisedTensor
 TILING = ModelTiling(minibatch_tile=2, seq_tile=9, embd_tile=32, inner_tile=64, head_tile=2, vocab_tile=50)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gpt2", "q4_0"), ("llama", "q8_0"), ("llama", "q4_0"), ("qwen2_moe", "q4_0")])
-def test_losses_are_pefts(tmp_path: Path, family: str, kind: str) -> None:
-    """20 steps of AdamW with decay and clipping, from the same first values: within 1e-5 of PEFT on torch, in fp32."""
+@pytest.mark.parametrize(
+    ("family", "kind", "experts"),
+    [
+        ("gpt2", "q4_0", False),
+        ("llama", "q8_0", False),
+        ("llama", "q4_0", False),
+        ("qwen2_moe", "q4_0", False),
+        ("mixtral", "q8_0", True),
+        ("qwen3_moe", "q4_0", True),
+    ],
+)
+def test_losses_are_pefts(tmp_path: Path, family: str, kind: str, experts: bool) -> None:
+    """20 steps of AdamW with decay and clipping, from the same first values: within 1e-5 of PEFT on torch, in fp32; also with adapters of experts."""
     write_decoded(write_plain(tmp_path / "plain", wide(family)), tmp_path / "decoded", write_quantised(tmp_path / "plain", tmp_path / "small", kind))
     config = read_config(tmp_path / "small")
     model = build(config, TILING, InlineRuntime(), seed=None)
-    add_adapters(model, LoRA(3, 6.0), seed=1)
+    add_adapters(model, LoRA(3, 6.0, experts=experts), seed=1)
     FrozenBase("directory", str(tmp_path / "small")).attach(model)
     assert sum(isinstance(tensor, QuantisedTensor) for tensor in model.frozen_tensors().values()) >= 12
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "decoded", dtype=torch.float32)
@@ -40,7 +50,8 @@ def test_losses_are_pefts(tmp_path: Path, family: str, kind: str) -> None:
     assert losses[-1][1] < losses[0][1] - 0.05  # it learnt, so the comparison says something
 
 
-def test_tasks_of_experts_that_no_token_chose_are_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_tasks_of_experts_that_no_token_chose_are_skipped(tmp_path: Path, experts: bool) -> None:
     """Losses on quantised experts are those on decoded ones, bit by bit, while all tasks that decode or use other experts are skipped."""
     config = replace(wide("qwen3_moe"), num_local_experts=24, num_experts_per_tok=1)
     numbers = write_quantised(write_plain(tmp_path / "plain", config), tmp_path / "small", "q4_0")
@@ -50,7 +61,7 @@ def test_tasks_of_experts_that_no_token_chose_are_skipped(tmp_path: Path) -> Non
     for name in ("small", "decoded"):
         with Runtime(1, ram=1 << 26) as runtime:
             model = build(config, TILING, runtime, seed=None)
-            add_adapters(model, LoRA(3, 6.0), seed=1)
+            add_adapters(model, LoRA(3, 6.0, experts=experts), seed=1)
             FrozenBase("directory", str(tmp_path / name)).attach(model)
             optimizer = AdamW(model.parameters(), 2e-3)
             tokens, targets = model.input_tensors(2)

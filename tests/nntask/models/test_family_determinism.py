@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.transformers_oracle import CONFIGS, IDLE_EXPERTS, random_batch
 
+from nntask.adapters.lora import LoRA, add_adapters
 from nntask.engine.recorded import emit_training_step
 from nntask.models.registry import build
 from nntask.optim.optimizers import AdamW, decay_groups
@@ -23,16 +24,21 @@ from scheduler.core.policies import POLICIES
 from scheduler.core.step_plan import StepPlan
 
 STEPS, MINIBATCHES, LANES = 2, 2, 2
-IDLE = "idle experts"
+IDLE, IDLE_ADAPTERS = "idle experts", "adapters of idle experts"
 
 
 class FamilyJob:
     """A clipped step of a family's config with every dropout there is, recorded where the runtime records."""
 
     def __init__(self, runtime: TaskRuntime, name: str) -> None:
-        self.config: Any = (IDLE_EXPERTS if name == IDLE else CONFIGS[name]).with_dropout(0.1)
+        is_idle = name in (IDLE, IDLE_ADAPTERS)
+        self.config: Any = (IDLE_EXPERTS if is_idle else CONFIGS[name]).with_dropout(0.1)
         heads = 2 * self.config.n_head // self.config.n_kv_head  # those of two heads of keys
-        self.model = build(self.config, ModelTiling(*((5, 2) if name == IDLE else (5, 6)), 24, 31, heads, 40), runtime, seed=3)
+        self.model = build(
+            self.config, ModelTiling(*((5, 2) if is_idle else (5, 6)), 24, 10 if name == IDLE_ADAPTERS else 31, heads, 40), runtime, seed=3
+        )
+        if name == IDLE_ADAPTERS:  # with two tiles inside each expert
+            add_adapters(self.model, LoRA(3, 6.0, experts=True), seed=4)
         self.optimizer = AdamW(decay_groups(self.model, 0.1), 3e-3, max_norm=1.0)
         first = random_batch(self.config, 0)
         decoded = first.get("decoder_tokens")
@@ -114,17 +120,18 @@ def test_wherever_data_lie(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sims", [0, pytest.param(2, marks=pytest.mark.long)], ids=["disk", "devices"])
 @pytest.mark.parametrize("sched", POLICIES)
-def test_idle_experts_under_every_policy(sched: str, sims: int, tmp_path: Path) -> None:
-    """In a quarter of the memory, where most tasks of experts are skipped, also those of learnt ones."""
-    step = plan(IDLE)
+@pytest.mark.parametrize("name", [IDLE, IDLE_ADAPTERS])
+def test_idle_experts_under_every_policy(name: str, sched: str, sims: int, tmp_path: Path) -> None:
+    """In a quarter of the memory, where most tasks of experts are skipped, also those of learnt ones and of learnt adapters."""
+    step = plan(name)
     memory = max(step.needed_bytes() // 4, step.largest_task())
     where: dict[str, Any] = {"ram": 1 << 28, "gpu_memory": memory, "sim_gpus": sims} if sims else {"ram": memory, "disk": tmp_path}
     with Runtime(0 if sims else 2, lanes=LANES, sched=sched, **where) as runtime:
-        assert FamilyJob(runtime, IDLE).run() == truth(IDLE)
+        assert FamilyJob(runtime, name).run() == truth(name)
         stats = runtime.stats()
     assert stats["evictions"] > 0
     conditional = [task for task in step.tasks if task.share < 1.0]
-    assert {task.name for task in conditional} == {"expert_forward", "expert_backward"}
+    assert {task.name for task in conditional} == {"expert_forward", "expert_backward", *(["zero_sums"] if name == IDLE_ADAPTERS else [])}
     assert 0.3 * STEPS * len(conditional) < stats["skipped_tasks"] < STEPS * len(conditional)
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from support.commands import refuse
 from support.language_directories import BERT, GPT, T5, tokenizer
 from support.model_directories import TEXT, losses
-from support.transformers_oracle import CONFIGS, hf_logits, hf_model, our_logits, random_batch, seen
+from support.transformers_oracle import CONFIGS, EAGER_EXPERTS, hf_logits, hf_model, our_logits, random_batch, seen
 
 from nntask.checkpoints.store import find_checkpoint
 from nntask.config.resolution import model_spec
@@ -37,7 +37,8 @@ DATA = {
     "seq2seq": "--dataset=jsonl --dataset-path=pairs.jsonl",
 }
 ENDS = ["--warmup-steps=0", "--sample-tokens=0", "--ncpu=2", "--batch=4", "--minibatch=2"]
-LORA = ["--train=lora:4", "--lora-alpha=8", "--lr=1e-2", "--steps=4"]
+LORA = ["--lora-alpha=8", "--lr=1e-2", "--steps=4"]
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 LABELS = ("calm", "glad", "sad")
 EVERY = pytest.mark.parametrize(
     "kind", [name if name in ("gpt_neox", "roberta classifier", "t5") else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
@@ -91,7 +92,7 @@ def their_scores(module: Any, config: Any, batch: dict[str, np.ndarray]) -> np.n
 def opened(path: Path) -> Any:
     """The module of a directory, of which nothing is missing or unexpected."""
     named = getattr(transformers, json.loads((path / "config.json").read_text())["architectures"][0])
-    module, info = named.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    module, info = named.from_pretrained(path, attn_implementation="eager", output_loading_info=True, **EAGER_EXPERTS)
     assert not any(info.values())
     return module
 
@@ -110,14 +111,20 @@ def test_training_goes_on_from_a_directory(here: Path, kind: str) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("kind", [name if name == "t5" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS])
-def test_adapters_are_pefts(here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "adapters"),
+    [
+        *[pytest.param(name, "lora:4", marks=() if name == "t5" else pytest.mark.long) for name in CONFIGS],
+        *[pytest.param(name, "lora:4:experts", marks=() if name == "qwen3_moe" else pytest.mark.long) for name in MIXTURES],
+    ],
+)
+def test_adapters_are_pefts(here: Path, kind: str, adapters: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Adapters beside the directory, exported for PEFT and merged: our scores, which are not those of the directory. A run resumes bit by bit."""
     import peft  # takes seconds
 
-    config, base = config_of(kind), write_start(here, kind)
-    assert main(train(kind, *LORA, "--run-dir=run")) == 0
-    assert main(train(kind, *LORA, "--run-dir=half", "--steps=2")) == 0
+    config, base, lora = config_of(kind), write_start(here, kind), [f"--train={adapters}", *LORA]
+    assert main(train(kind, *lora, "--run-dir=run")) == 0
+    assert main(train(kind, *lora, "--run-dir=half", "--steps=2")) == 0
     assert main(["train", "--resume=half", "--steps=4", "--ncpu=1"]) == 0
     assert losses(here / "half") == losses(here / "run")
     a, b = ((here / name / "latest" / "model.safetensors").read_bytes() for name in ("run", "half"))
@@ -222,7 +229,7 @@ def test_adapters_of_a_classifier_beside_a_file_of_weights(here: Path, capsys: p
     assert main(train("bert classifier", "--steps=1", "--lr=0", "--run-dir=a")) == 0
     assert main(["export", "a", "all.safetensors", "--format=weights"]) == 0
     (here / "small.json").write_text(json.dumps(config_of("bert classifier").to_dict()))
-    argv = [word for word in train("bert classifier", *LORA) if not word.startswith("--init-from")]
+    argv = [word for word in train("bert classifier", "--train=lora:4", *LORA) if not word.startswith("--init-from")]
     argv += ["--config-path=small.json", "--init-from=all.safetensors", "--tokenizer-path=start"]
     assert main([*argv, "--run-dir=b"]) == 0
     assert losses(here / "b")[0] == losses(here / "a")[0]

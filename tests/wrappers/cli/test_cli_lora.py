@@ -248,9 +248,15 @@ def test_a_broken_state_says_so(here: Path, capsys, change, words: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--train=lora:x"], "--train must be all, or lora:RANK with a rank of at least 1, got lora:x; for example --train lora:8"),
-        (["--train=lora:0"], "--train must be all, or lora:RANK with a rank of at least 1, got lora:0"),
+        (
+            ["--train=lora:x"],
+            "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:x; for example --train lora:8",
+        ),
+        (["--train=lora:0"], "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:0"),
         (["--train=lora"], "--train must be all, or lora:RANK"),
+        (["--train=lora:4:expert"], "--train must be all, or lora:RANK"),
+        (["--train=lora:4:experts"], "--train lora:4:experts is for mixtures of experts, and the model has none; use lora:4"),
+        (["--train=lora:4:experts", "--lora-dropout=0.1"], "--lora-dropout 0.1 must be 0 with --train lora:4:experts: adapters of experts have no"),
         (["--train=some"], "--train must be all, or lora:RANK"),
         (["--train=lora:13"], "--train lora:13 must have a rank of at most 12, the smallest width of a matrix that gets an adapter"),
         (["--lora-alpha=0"], "--lora-alpha must be a finite number above 0, got 0"),

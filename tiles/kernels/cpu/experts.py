@@ -8,11 +8,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.experts import expert_backward_tiles, expert_forward_tiles
+from ..reference.experts import expert_backward_tiles, expert_forward_tiles, update_size
 from ..registry import register
 from .activation import silu_gate, silu_gate_backward
 from .blas import gemm
 from .elementwise import cut, single
+from .expert_updates import LowRankProducts
 from .matmul import are_tokens, rows
 
 Array = npt.NDArray[Any]
@@ -50,17 +51,18 @@ class Work:
         return found
 
 
-def expert_scratch_nbytes(num_rows: int, width: int, inner: int, itemsize: int, *, is_backward: bool) -> int:
+def expert_scratch_nbytes(num_rows: int, width: int, inner: int, itemsize: int, *, is_backward: bool, rank: int = 0) -> int:
     """Return the working memory of one task.
 
     Args:
         num_rows: R.
         width: C, of all tiles together.
         inner: I of the tile.
+        rank: r of low-rank updates; 0 for none.
     """
     block_rows = min(BLOCK_ROWS, num_rows)
     return 8 * num_rows + itemsize * block_rows * (
-        (2 if is_backward else 1) * width + (6 if is_backward else 3) * inner + (width if is_backward else 0)
+        (2 if is_backward else 1) * (width + rank) + (6 if is_backward else 3) * inner + (width if is_backward else 0)
     )
 
 
@@ -97,18 +99,27 @@ def _are_plain(*tiles: Array) -> bool:
     return True
 
 
-def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of three products for the mean number of rows of an expert that has any; the shapes of choices and flags have K and E."""
-    given = expert_forward_tiles(views, constants["num_c"])
+def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the operations of three products, and those of low-rank updates, for the mean number of rows of an expert that has any; the shapes of
+    choices and flags have K and E."""
+    given = expert_forward_tiles(views, constants["num_c"], has_factors="scale" in constants)
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
     share, num_rows = float(given.choices.shape[-1] / given.flags.shape[-1]), float(np.prod(given.choices.shape[:-1]))
-    return float(6.0 * num_rows * share / (1.0 - (1.0 - share) ** num_rows) * width * inner)
+    of_a_column = float(6.0 * num_rows * share / (1.0 - (1.0 - share) ** num_rows))
+    return of_a_column * width * inner, of_a_column / 3.0 * update_size(given.factors)
+
+
+def _expert_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the operations of all products."""
+    return sum(_flops(views, constants))
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices that are learnt."""
-    has_gradients = bool(expert_backward_tiles(views, constants["num_c"]).dgates)
-    return (8.0 if has_gradients else 5.0) / 3.0 * _expert_flops(views, constants)
+    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices or updates that are
+    learnt."""
+    matrices, updates = _flops(views, constants)
+    has_gradients = not updates and bool(expert_backward_tiles(views, constants["num_c"]).dgates)
+    return (8.0 if has_gradients else 5.0) / 3.0 * matrices + 8.0 / 3.0 * updates
 
 
 @register("route", "cpu")
@@ -128,38 +139,46 @@ def route_backward(logits: Array, choices: Array, dweights: Array, dlogits: Arra
 
 
 @register("expert_forward", "cpu", flops=_expert_flops, is_bounded=True)
-def expert_forward(*tiles: Array, num_c: int, expert: int) -> None:
+def expert_forward(*tiles: Array, num_c: int, expert: int, scale: float | None = None) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
     from .numba import routing_loops, row_loops
 
-    if num_c == 1 and are_tokens(tiles[0].shape) and _are_plain(*tiles[:4], tiles[7]):
+    if scale is None and num_c == 1 and are_tokens(tiles[0].shape) and _are_plain(*tiles[:4], tiles[7]):
         x, gate, up, down, choices, weights, _, y, scratch = tiles
         row_loops.add_expert(rows(x), gate, up, down, rows(choices), rows(weights), rows(y), scratch, expert)
         return
-    given = expert_forward_tiles(tiles, num_c)
+    given = expert_forward_tiles(tiles, num_c, has_factors=scale is not None)
     if given.flags.reshape(-1)[expert] == 0:
         return
     xs, ys, choices, weights = [rows(x) for x in given.xs], [rows(y) for y in given.ys], rows(given.choices), rows(given.weights)
     inner, work = given.gates[0].shape[0], Work(given.scratch, choices.shape[0], xs[0].dtype)
     is_token = are_tokens(given.xs[0].shape) and single(*xs, *given.gates, *given.ups, *given.downs)
     block, gate, up, hidden = work.array(sum(x.shape[1] for x in xs)), work.array(inner), work.array(inner), work.array(inner)
+    updates = low = None
+    if given.factors is not None and scale is not None:
+        updates = LowRankProducts(given.factors, scale, work.array(given.factors.gate_b.shape[1]), is_token=is_token)
     for indices, slots in work.find(choices, expert):
         n = indices.size
         gathered = _gather(xs, indices, block)
         gates, ups = (_product(gathered, ws, out[:n], is_token=is_token) for ws, out in ((given.gates, gate), (given.ups, up)))
+        if updates is not None:
+            updates.add_inner(gathered, gate[:n], up[:n])
         silu_gate(gates, ups, hidden[:n])
-        for y, down, out in zip(ys, given.downs, gathered, strict=True):  # the rows of x are not needed any more
+        low = None if updates is None else updates.lower_hidden(hidden[:n])
+        for number, (y, down, out) in enumerate(zip(ys, given.downs, gathered, strict=True)):  # the rows of x are not needed any more
             _product([hidden[:n]], [down], out, is_token=is_token)
+            if updates is not None and low is not None:
+                updates.add_outer(low, number, out)
             routing_loops.add_to_rows(out, indices, weights, slots, y)
 
 
 @register("expert_backward", "cpu", flops=_backward_flops)
-def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = False) -> None:
+def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = False, scale: float | None = None) -> None:
     """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
-    given = expert_backward_tiles(tiles, num_c)
+    given = expert_backward_tiles(tiles, num_c, has_factors=scale is not None)
     if given.flags.reshape(-1)[expert] == 0:
         if not accumulate:
-            for tile in (*given.dgates, *given.dups, *given.ddowns):
+            for tile in given.learnt:
                 tile.fill(0)
         return
     xs, dys = [rows(x) for x in given.xs], [rows(dy) for dy in given.dys]
@@ -167,13 +186,25 @@ def expert_backward(*tiles: Array, num_c: int, expert: int, accumulate: bool = F
     work = Work(given.scratch, choices.shape[0], xs[0].dtype)
     block, dblock, dx_block = work.array(width), work.array(width), work.array(width)
     inside = [work.array(inner) for _ in range(6)]
+    updates = None
+    if given.factors is not None and scale is not None:
+        rank = given.factors.gate_b.shape[1]
+        updates = LowRankProducts(given.factors, scale, work.array(rank), work.array(rank))
     for number, (indices, slots) in enumerate(work.find(choices, expert)):
         x, dy = _gather(xs, indices, block), _gather(dys, indices, dblock)
-        _block_backward(given, x, dy, dx_block, [array[: indices.size] for array in inside], (indices, slots), accumulate or number > 0)
+        arrays = [array[: indices.size] for array in inside]
+        _block_backward(given, x, dy, dx_block, arrays, (indices, slots), accumulate or number > 0, updates)
 
 
 def _block_backward(
-    given: Any, x: list[Array], dy: list[Array], dx_block: Array, inside: list[Array], chosen: tuple[Array, Array], accumulate: bool
+    given: Any,
+    x: list[Array],
+    dy: list[Array],
+    dx_block: Array,
+    inside: list[Array],
+    chosen: tuple[Array, Array],
+    accumulate: bool,
+    updates: LowRankProducts | None,
 ) -> None:
     """Add the gradients of a block of rows; `inside` are six arrays (n, I), `dx_block` is one of n rows."""
     from .numba import routing_loops
@@ -182,17 +213,26 @@ def _block_backward(
     gate, up, hidden, dhidden, dgate, dup = inside
     _product(x, given.gates, gate)
     _product(x, given.ups, up)
+    if updates is not None:
+        updates.add_inner(x, gate, up)
     silu_gate(gate, up, hidden)
     for number, (slope, down) in enumerate(zip(dy, given.downs, strict=True)):
         gemm(slope, down, dhidden, beta=float(number > 0))
+    if updates is not None:
+        updates.add_hidden_slopes(dy, dhidden)
     routing_loops.weigh(dhidden, hidden, indices, slots, weights, dweights)
     silu_gate_backward(gate, up, dhidden, dgate, dup)
+    if updates is not None:
+        updates.learn_outer(given.dfactors, dy, hidden, lambda low: routing_loops.scale_rows(low, indices, weights, slots), float(accumulate))
+        updates.learn_inner(given.dfactors, x, dgate, dup, float(accumulate))
     out = dx_block.reshape(-1)
     for number, dx in enumerate(given.dxs):
         target = rows(dx)
         piece = out[: indices.size * target.shape[1]].reshape(indices.size, target.shape[1])
         gemm(dgate, given.gates[number], piece)
         gemm(dup, given.ups[number], piece, beta=1.0)
+        if updates is not None:
+            updates.add_input_slopes(number, piece)
         routing_loops.add_rows(piece, indices, target)
     if not given.dgates:
         return
@@ -202,6 +242,13 @@ def _block_backward(
         gemm(dgate, a, given.dgates[number], trans_a=True, beta=float(accumulate))
         gemm(dup, a, given.dups[number], trans_a=True, beta=float(accumulate))
         gemm(b, hidden, given.ddowns[number], trans_a=True, beta=float(accumulate))
+
+
+@register("zero_sums", "cpu")
+def zero_sums(flags: Array, *sums: Array, accumulate: bool) -> None:
+    """Write zeros to sums that begin here; keep those that have begun."""
+    for total in () if accumulate else sums:
+        total.fill(0)
 
 
 _NO_DOCUMENTS: Final = np.empty(0, np.int32)

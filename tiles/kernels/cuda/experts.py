@@ -12,23 +12,26 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..reference.experts import expert_backward_tiles, expert_forward_tiles
+from ..reference.experts import ExpertFactors, expert_backward_tiles, expert_forward_tiles, update_size
 from ..registry import register
 from .array import DeviceArray
+from .elementwise import fill
 from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device, threads_for
 
 _source = KernelSource("experts")
 _FLOAT: Final = np.dtype(np.float32)
 
 
-def expert_scratch_nbytes(num_rows: int, inner: int, itemsize: int, *, is_backward: bool) -> int:
+def expert_scratch_nbytes(num_rows: int, inner: int, itemsize: int, *, is_backward: bool, rank: int = 0) -> int:
     """Return the working memory of one task: products of all rows in fp32, and values computed from them in the type of activations.
 
     Args:
         num_rows: R.
         inner: I of the tile.
+        rank: r of low-rank updates; 0 for none.
     """
-    return num_rows * inner * (12 + 3 * itemsize if is_backward else 8 + itemsize)
+    updates = num_rows * rank * itemsize * (2 if is_backward else 1)
+    return num_rows * inner * (12 + 3 * itemsize if is_backward else 8 + itemsize) + updates
 
 
 def _arrays(scratch: DeviceArray, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> list[DeviceArray]:
@@ -45,17 +48,29 @@ def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceAr
         device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=number > 0)
 
 
-def _forward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of three products for all rows."""
-    given = expert_forward_tiles(views, constants["num_c"])
+def _add(x: DeviceArray, w: DeviceArray, out: DeviceArray, scale: float, *, trans_b: bool = False) -> None:
+    device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=True)
+
+
+def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the operations of three products, and those of low-rank updates, for all rows."""
+    given = expert_forward_tiles(views, constants["num_c"], has_factors="scale" in constants)
     width, inner = sum(gate.shape[-1] for gate in given.gates), given.gates[0].shape[0]
-    return float(6.0 * prod(given.choices.shape[:-1]) * width * inner)
+    num_rows = prod(given.choices.shape[:-1])
+    return float(6.0 * num_rows * width * inner), 2.0 * num_rows * update_size(given.factors)
+
+
+def _forward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the operations of all products."""
+    return sum(_flops(views, constants))
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices that are learnt."""
-    has_gradients = bool(expert_backward_tiles(views, constants["num_c"]).dgates)
-    return (8.0 if has_gradients else 5.0) / 3.0 * _forward_flops(views, constants)
+    """Return the operations of two recomputed products, three for gradients of activations, and three for those of matrices or updates that are
+    learnt."""
+    matrices, updates = _flops(views, constants)
+    has_gradients = not updates and bool(expert_backward_tiles(views, constants["num_c"]).dgates)
+    return (8.0 if has_gradients else 5.0) / 3.0 * matrices + 8.0 / 3.0 * updates
 
 
 @register("route", "cuda")
@@ -76,40 +91,104 @@ def route_backward(logits: DeviceArray, choices: DeviceArray, dweights: DeviceAr
 
 
 @register("expert_forward", "cuda", flops=_forward_flops)
-def expert_forward(*tiles: DeviceArray, num_c: int, expert: int) -> None:
+def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | None = None) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
-    given = expert_forward_tiles(tiles, num_c)
+    given = expert_forward_tiles(tiles, num_c, has_factors=scale is not None)
     xs, dtype, inner = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0]
     gate, up, hidden = _arrays(given.scratch, (xs[0].shape[0], inner), _FLOAT, _FLOAT, dtype)
     _product(xs, given.gates, gate, trans_b=True)
     _product(xs, given.ups, up, trans_b=True)
+    low = None
+    if given.factors is not None and scale is not None:
+        (low,) = _low_arrays(given.scratch, hidden, given.factors, 1)
+        _add_inner(xs, given.factors, low, gate, up, scale)
     numbers = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert))
     _source.each("weigh_hidden", dtype, hidden.size, gate, up, given.choices, given.weights, hidden, *numbers)
     for y, down in zip(given.ys, given.downs, strict=True):
         device().gemm(hidden, down, y.rows(), trans_a=False, trans_b=True, alpha=1.0, accumulate=True)
+    if given.factors is not None and scale is not None and low is not None:
+        _product([hidden], [given.factors.down_a], low, trans_b=True)
+        for y, b in zip(given.ys, given.factors.down_b, strict=True):
+            _add(low, b, y.rows(), scale, trans_b=True)
+
+
+def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors, count: int) -> list[DeviceArray]:
+    """Return `count` arrays (R, r) of the scratch memory after `last`, of its type."""
+    used = last.address + last.nbytes - scratch.address
+    shape = (last.shape[0], factors.gate_b.shape[1])
+    return _arrays(scratch[used:], shape, *[last.dtype] * count)
+
+
+def _add_inner(xs: Sequence[DeviceArray], factors: ExpertFactors, low: DeviceArray, gate: DeviceArray, up: DeviceArray, scale: float) -> None:
+    """Add low-rank updates to the products with gate and up, and leave x a^T in `low`."""
+    _product(xs, factors.a, low, trans_b=True)
+    for out, b in ((gate, factors.gate_b), (up, factors.up_b)):
+        _add(low, b, out, scale, trans_b=True)
 
 
 @register("expert_backward", "cuda", flops=_backward_flops)
-def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bool = False) -> None:
+def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bool = False, scale: float | None = None) -> None:
     """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
-    given = expert_backward_tiles(tiles, num_c)
+    given = expert_backward_tiles(tiles, num_c, has_factors=scale is not None)
     xs, dys, dtype, inner = [x.rows() for x in given.xs], [dy.rows() for dy in given.dys], given.xs[0].dtype, given.gates[0].shape[0]
     num_rows = xs[0].shape[0]
     gate, up, slope, dgate, dup, hidden = _arrays(given.scratch, (num_rows, inner), _FLOAT, _FLOAT, _FLOAT, dtype, dtype, dtype)
     _product(xs, given.gates, gate, trans_b=True)
     _product(xs, given.ups, up, trans_b=True)
     _product(dys, given.downs, slope, trans_b=False)
+    low = slopes = None
+    if given.factors is not None and scale is not None:
+        low, slopes = _low_arrays(given.scratch, hidden, given.factors, 2)
+        _add_inner(xs, given.factors, low, gate, up, scale)
+        _product(dys, given.factors.down_b, slopes, trans_b=False)
+        _add(slopes, given.factors.down_a, slope, scale)
     numbers, threads = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert)), threads_for(inner, num_rows)
     arrays = (gate, up, slope, given.choices, given.weights, given.dweights, dgate, dup, hidden)
     _source.start("expert_slopes", dtype, *arrays, *numbers, grid=(num_rows, 1, 1), threads=threads, shared=4 * threads)
     for dx, gates, ups in zip(given.dxs, given.gates, given.ups, strict=True):
-        for slopes, matrix in ((dgate, gates), (dup, ups)):
-            device().gemm(slopes, matrix, dx.rows(), trans_a=False, trans_b=False, alpha=1.0, accumulate=True)
+        for change, matrix in ((dgate, gates), (dup, ups)):
+            device().gemm(change, matrix, dx.rows(), trans_a=False, trans_b=False, alpha=1.0, accumulate=True)
+    if low is not None and slopes is not None and scale is not None:
+        _factor_slopes(given, (xs, dys), (low, slopes, dgate, dup, hidden), accumulate, scale)
     if not given.dgates:
         return
     for number, (x, dy) in enumerate(zip(xs, dys, strict=True)):
         for a, b, out in ((dgate, x, given.dgates[number]), (dup, x, given.dups[number]), (dy, hidden, given.ddowns[number])):
             device().gemm(a, b, out, trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate)
+
+
+def _factor_slopes(
+    given: Any, rows: tuple[Sequence[DeviceArray], Sequence[DeviceArray]], inner: Sequence[DeviceArray], accumulate: bool, scale: float
+) -> None:
+    """Compute the gradients of the factors of low-rank updates, and their part of dx.
+
+    Args:
+        given: an `ExpertBackward`.
+        rows: panels x and dy.
+        inner: x a^T and dy down_b (R, r); slopes of gate and up, and hidden times weight (R, I), 0 for rows that did not choose the expert.
+    """
+    (xs, dys), (low, slopes, dgate, dup, hidden), factors, of = rows, inner, given.factors, given.dfactors
+
+    def learn(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
+        device().gemm(a, b, out, trans_a=True, trans_b=False, alpha=scale, accumulate=accumulate)
+
+    learn(slopes, hidden, of.down_a)
+    learn(dgate, low, of.gate_b)
+    learn(dup, low, of.up_b)
+    _product([hidden], [factors.down_a], low, trans_b=True)
+    for dy, out in zip(dys, of.down_b, strict=True):
+        learn(dy, low, out)
+    _product([dgate, dup], [factors.gate_b, factors.up_b], slopes, trans_b=False)
+    for x, dx, a, out in zip(xs, given.dxs, factors.a, of.a, strict=True):
+        learn(slopes, x, out)
+        _add(slopes, a, dx.rows(), scale)
+
+
+@register("zero_sums", "cuda")
+def zero_sums(flags: DeviceArray, *sums: DeviceArray, accumulate: bool) -> None:
+    """Write zeros to sums that begin here; keep those that have begun."""
+    for total in () if accumulate else sums:
+        fill(total, value=0.0)
 
 
 @register("balance", "cuda")
