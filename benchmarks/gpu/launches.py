@@ -7,7 +7,7 @@ launch touches a part, such as tables of embeddings, are counted in `PARTS`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -123,10 +123,22 @@ class RecordingGpu(HollowGpu):
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
         """Note a product; the bytes of a bias are few."""
-        (rows, columns), inner = out.shape, a.shape[0] if options["trans_a"] else a.shape[1]
-        nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + options["accumulate"]) * out.nbytes
-        self.launches.append(Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, out.nbytes))
+        self.launches.append(_product(a, b, out, **options))
         super().gemm(a, b, out, **options)
+
+    def gemms(self, products: Sequence[tuple[DeviceArray, DeviceArray, DeviceArray]], **options: Any) -> None:
+        """Note several products as one launch."""
+        single = [_product(*product, **options) for product in products]
+        nbytes, written = (sum(getattr(launch, name) for launch in single) for name in ("nbytes", "written"))
+        self.launches.append(single[0]._replace(nbytes=nbytes, flops=sum(launch.flops for launch in single), written=written))
+        super().gemms(products, **options)
+
+
+def _product(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, accumulate: bool, **options: Any) -> Launch:
+    """Return the launch of a product."""
+    (rows, columns), inner = out.shape, a.shape[0] if trans_a else a.shape[1]
+    nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + accumulate) * out.nbytes
+    return Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, out.nbytes)
 
 
 @contextmanager

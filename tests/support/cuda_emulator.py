@@ -19,7 +19,7 @@ from support.kernel_declarations import declared_in
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import source_text
-from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, StreamPointer, use
+from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, Product, StreamPointer, use
 from tiles.kernels.cuda.library_attention import WholeShape
 
 COMPILER = shutil.which("g++")
@@ -131,6 +131,10 @@ class Emulator(FakeGpu):
 
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
+
+    def gemms(self, products: Sequence[Product], **options: Any) -> None:
+        for product in products:
+            self.gemm(*product, alpha=1.0, **options)
 
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         if self.has_biased_products:

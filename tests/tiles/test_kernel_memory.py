@@ -435,6 +435,12 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
         *(lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)),
         *(lambda m, b=b: _deep_product(m, b) for b in (False, True)),
     ],
+    "matmuls": [
+        lambda m: (
+            [m.tile(), m(1, m.rows, 64), m(1, m.rows, 64), m(m.columns, 64), m(m.columns, 64)],
+            {"num_a": 1, "num_b": 2, "trans_a": True, "trans_b": False, "accumulate": True},
+        ),
+    ],
     "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
     "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
     "muon_momentum": [lambda m, n=n: _muon(m, 3, nesterov=n, max_norm=0.0, clip=False) for n in (False, True)],

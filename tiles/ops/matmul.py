@@ -9,6 +9,7 @@ and `linear_backward_input` may be quantised.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -165,6 +166,32 @@ def linear_backward_weight(x: TileTensor, dy: TileTensor, dw: TileTensor, *, tra
     for row in leading(x):
         for i, j in itertools.product(*map(range, dw.grid)):
             emit(x.runtime, "matmul", [(a[*row, i], R), (b[*row, j], R), (dw[i, j], REDUX)], **constants)
+
+
+def multiplied_together(x: TileTensor, ws: Sequence[TileTensor]) -> list[list[int]]:
+    """Return groups of weights by which `x` is multiplied, by number: those of one shape and tiling if GPUs compute, else each by itself.
+
+    GPUs compute the gradients of a group in one launch, where a single one leaves multiprocessors idle. On CPUs, one task for each weight keeps
+    more workers busy.
+    """
+    is_alone = not x.runtime.has_gpus or any(isinstance(w, QuantisedTensor) for w in ws)
+    groups: dict[Any, list[int]] = {}
+    for number, w in enumerate(ws):
+        groups.setdefault(number if is_alone else (w.shape, w.tile, w.dtype), []).append(number)
+    return [*groups.values()]
+
+
+def linear_backward_weights(x: TileTensor, dys: Sequence[TileTensor], dws: Sequence[TileTensor], *, transpose_w: bool = False) -> None:
+    """Contribute to the gradients of a group of weights as `linear_backward_weight` does, with one task for all weights."""
+    lefts, rights = (dys, [x]) if transpose_w else ([x], dys)
+    constants: dict[str, Any] = {"num_a": len(lefts), "num_b": len(rights), "trans_a": True, "trans_b": False}
+    for left, right, dw in zip(itertools.cycle(lefts), itertools.cycle(rights), dws, strict=False):
+        same_axis(left, len(left.shape) - 1, dw, 0)
+        same_axis(right, len(right.shape) - 1, dw, 1)
+    for row in leading(x):
+        for i, j in itertools.product(*map(range, dws[0].grid)):
+            factors: list[Access] = [*((a[*row, i], R) for a in lefts), *((b[*row, j], R) for b in rights)]
+            emit(x.runtime, "matmuls", [*factors, *((dw[i, j], REDUX) for dw in dws)], **constants)
 
 
 def linear_backward_bias(dy: TileTensor, db: TileTensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..reference.matmul import products_of
 from ..registry import register
 from .activation import activate_into
 from .blas import gemm
@@ -62,6 +63,18 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
         _product(a, b, out, trans_b=trans_b, accumulate=accumulate)
         return
     gemm(rows(a), rows(b), rows(out), trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
+
+
+def _flops_of_all(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the flops of several products."""
+    return sum(_flops([a, b], constants) for a, b, _ in products_of(views, constants["num_a"], constants["num_b"]))
+
+
+@register("matmuls", "cpu", flops=_flops_of_all, is_bounded=True)
+def matmuls(*tiles: Array, num_a: int, num_b: int, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+    """out (+)= op(a) @ op(b) over rows, for each of several products of one shape."""
+    for a, b, out in products_of(tiles, num_a, num_b):
+        matmul(a, b, out, trans_a=trans_a, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
 
 
 PANEL: Final = 192

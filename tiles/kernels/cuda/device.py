@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Final, TypeVar
 
@@ -14,9 +14,10 @@ from scheduler.drivers import NOT_READY, NUM_STARTED, CupyGpu, CupyGraph, CupySt
 
 from ..registry import BF16
 from .array import DeviceArray
+from .batches import TABLE_NBYTES, Batches
 from .compiling import KernelBuildError, build
 from .epilogues import CublasLt
-from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
+from .launch import PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, WholeShape
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
@@ -62,6 +63,7 @@ class CudaDevice(CupyGpu):
         with self.visit():  # a handle belongs to the device that is current when it is created
             self._blas = Cublas(workspace, tf32=tf32)
             self._biased = CublasLt(self._blas, workspace)
+        self._batches = Batches(self._blas, self.reserve(TABLE_NBYTES))
         self._attention: LibraryAttention | None = None
 
     def open_attention(self, report: Callable[[str], None] = lambda sentence: None) -> None:
@@ -134,6 +136,14 @@ class CudaDevice(CupyGpu):
             self._blas.multiply(product, alpha, accumulate)
         except RuntimeError as error:
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
+
+    def gemms(self, products: Sequence[Product], *, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+        """Start several products of one shape and type, as `launch.Device` describes."""
+        whole = [column_major(*product, trans_a=trans_a, trans_b=trans_b) for product in products]
+        self.num_started += 1
+        if not self._try(lambda: self._batches.multiply(whole, accumulate, captures=getattr(self._local, "captures", False))):
+            for product in products:
+                self.gemm(*product, trans_a=trans_a, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
 
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         """out = a @ op(b) + bias by cuBLASLt, as `launch.Device` describes."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..reference.matmul import products_of
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
 from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
@@ -246,6 +247,13 @@ def gather_rows(source: DeviceArray, rows: DeviceArray, out: DeviceArray, *, sta
 def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) over rows."""
     device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+
+
+@register("matmuls", "cuda")
+def matmuls(*tiles: DeviceArray, num_a: int, num_b: int, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+    """out (+)= op(a) @ op(b) over rows, for each of several products of one shape, in one launch if cuBLAS has it."""
+    products = [(a.rows(), b.rows(), out.rows()) for a, b, out in products_of(tiles, num_a, num_b)]
+    device().gemms(products, trans_a=trans_a, trans_b=trans_b, accumulate=accumulate)
 
 
 def _gram_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:

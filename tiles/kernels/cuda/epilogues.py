@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 from .array import DeviceArray
-from .products import TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, check, cublas_lt
+from .products import REFUSALS, TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, check, cublas_lt
 
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
 """cublasLtMatmulDescAttributes_t."""
@@ -25,8 +25,6 @@ _MOST_WORKSPACE, _REDUCTIONS, _ALIGNMENT_OF_A = 1, 3, 5
 """cublasLtMatmulPreferenceAttributes_t; alignments of B, C and D follow that of A."""
 _SUMS_IN_FP32: Final = 2
 """CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: parts of a product are added in the type of its sums, and never by atomics."""
-_REFUSALS: Final = (7, 15)
-"""cublasStatus_t: INVALID_VALUE and NOT_SUPPORTED, before anything has been started."""
 _REAL_FP32: Final = 0
 """cudaDataType of the factors of a product."""
 _MOST_ALIGNMENT: Final = 256
@@ -98,7 +96,7 @@ class CublasLt:
             self._blas.handle, plan.product, ctypes.byref(self._one), product.a.address, a, product.b.address, b, ctypes.byref(self._zero),
             product.c.address, c, product.c.address, c, ctypes.byref(plan.chosen), self._workspace, WORKSPACE_NBYTES, stream,
         )  # fmt: skip
-        if status and status not in _REFUSALS:
+        if status and status not in REFUSALS:
             raise CublasError(status)
         return not status
 
@@ -158,7 +156,7 @@ class CublasLt:
             )
         finally:
             check(library.cublasLtMatmulPreferenceDestroy(preference))
-        if status not in (0, *_REFUSALS):
+        if status not in (0, *REFUSALS):
             raise CublasError(status)
         return None if status or count.value == 0 or chosen.state else chosen
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
+from .launch import PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import WholeShape
 from .products import column_major
 
@@ -140,6 +140,12 @@ class HollowGpu:
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
         """Count a product, after computing its arguments."""
         column_major(a, b, out, **{name: value for name, value in options.items() if name not in ("alpha", "accumulate")})
+        self._count("product")
+
+    def gemms(self, products: Sequence[Product], *, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+        """Count one product, after computing the arguments of all."""
+        for a, b, out in products:
+            column_major(a, b, out, trans_a=trans_a, trans_b=trans_b)
         self._count("product")
 
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:

@@ -36,6 +36,8 @@ PARTIALS_NBYTES: Final = 10 << 20
 lane of all pieces of an array's rows."""
 
 Argument = DeviceArray | np.generic | None
+Product = tuple[DeviceArray, DeviceArray, DeviceArray]
+"""The matrices of a product: a, b and out."""
 
 
 class Arguments:
@@ -126,6 +128,9 @@ class Device(Protocol):
         stride_out: int | None = None,
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32; the strides are the distances of rows of `a` and `out` in elements, None for their widths."""
+
+    def gemms(self, products: Sequence[Product], *, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+        """out (+)= op(a) @ op(b) for several products of one shape and type, in one launch if the library has it."""
 
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         """Start out = a @ op(b) + bias, of the type of out, rounded once, if the library has such a product; return whether it was started."""

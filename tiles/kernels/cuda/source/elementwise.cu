@@ -322,6 +322,18 @@ KERNEL column_sums_of_pieces(Columns given) {
 }
 EXPORT(column_sums_of_pieces)
 
+#define MOST_ADDRESSES 32
+
+struct Addresses {
+    u64 numbers[MOST_ADDRESSES];
+};
+
+// Operands of products, for cuBLAS, which reads their addresses from device memory
+KERNEL write_addresses(Addresses given, u64 *out, int count) {
+    if ((int)threadIdx.x < count) out[threadIdx.x] = given.numbers[threadIdx.x];
+}
+EXPORT(write_addresses)
+
 // out[b, 0] = x[b, positions[b] - start] where that lies in this tile
 KERNEL select_rows(const T *x, const int *positions, T *out, int start, int length, int width, long long count) {
     EACH(i, count) {
