@@ -28,6 +28,7 @@ PARTS: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "embedding_backward": lambda given: given["dy"].nbytes + 2 * given["dy"].size * 4 + given["tokens"].nbytes,
     "add_rows": lambda given: 2 * given["x"].nbytes + 2 * int(given["row"]),
     "logit_gradients": lambda given: 1.5 * given["logits"].nbytes,  # gradients take half of the bytes of logits
+    "logits_and_gradients": lambda given: 1.5 * given["logits"].nbytes,  # a row is still in the cache when it is read again
 }
 """Bytes of kernels that touch a part of an array, from their arguments by name."""
 OF_PARTS: Final = ("add_parts", "column_sums_of_pieces")
@@ -47,7 +48,7 @@ class Launch(NamedTuple):
         blocks, threads: number of blocks, and threads of a block; 0 for a product.
         nbytes: bytes that it must read and write.
         flops: floating-point operations on tensor cores.
-        written: bytes of the result of a product; 0 for other kernels.
+        exposed: bytes that a product reads or writes after its sums: its result, and what the sums are added to or multiplied by; 0 for other kernels.
         rows: rows of a block, for kernels of which a block has whole rows; 0 for others.
         turns: iterations in which its threads access a row, or search all tokens.
     """
@@ -58,7 +59,7 @@ class Launch(NamedTuple):
     threads: int
     nbytes: int
     flops: float
-    written: int = 0
+    exposed: int = 0
     rows: float = 0.0
     turns: float = 0.0
 
@@ -126,11 +127,18 @@ class RecordingGpu(HollowGpu):
         self.launches.append(_product(a, b, out, **options))
         super().gemm(a, b, out, **options)
 
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Note a product that reads `x` after its sums."""
+        result = super().gemm_with_gelu_slope(a, b, x, out, trans_b=trans_b)
+        last = self.launches[-1]
+        self.launches[-1] = last._replace(nbytes=last.nbytes + x.nbytes, exposed=last.exposed + x.nbytes)
+        return result
+
     def gemms(self, products: Sequence[tuple[DeviceArray, DeviceArray, DeviceArray]], **options: Any) -> None:
         """Note several products as one launch."""
         single = [_product(*product, **options) for product in products]
-        nbytes, written = (sum(getattr(launch, name) for launch in single) for name in ("nbytes", "written"))
-        self.launches.append(single[0]._replace(nbytes=nbytes, flops=sum(launch.flops for launch in single), written=written))
+        nbytes, flops, exposed = (sum(getattr(launch, name) for launch in single) for name in ("nbytes", "flops", "exposed"))
+        self.launches.append(single[0]._replace(nbytes=nbytes, flops=flops, exposed=exposed))
         super().gemms(products, **options)
 
 
@@ -138,7 +146,7 @@ def _product(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool,
     """Return the launch of a product."""
     (rows, columns), inner = out.shape, a.shape[0] if trans_a else a.shape[1]
     nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + accumulate) * out.nbytes
-    return Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, out.nbytes)
+    return Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, (1 + accumulate) * out.nbytes)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     python benchmarks/gpu/model.py                     # prints tables and writes benchmarks/gpu/model.json; needs the NVRTC of the tests
 
 A launch takes at least the longest of three times: its bytes at the memory's speed, its flops at the speed of tensor cores, and its instructions at
-the speed at which schedulers issue them. The expected time adds the time between two launches. A product does not hide the writes of its result.
+the speed at which schedulers issue them. The expected time adds the time between two launches. A product does not hide what it accesses after its sums.
 The model has no term for waiting: blocks that wait for one number after another take longer. With `--calibrate` the model for an H200 is compared
 with the times of single kernels that `make first-card` has measured there. It does not check whether these sources are the measured ones.
 """
@@ -120,7 +120,7 @@ def time_of(launch: Launch, card: Card, instructions: float) -> Time:
         "instructions": instructions / card.instructions,
     }
     bound = max(times, key=times.__getitem__)
-    return Time(times[bound], bound, card.launch + times[bound] + (launch.written / card.memory if bound == "tensor cores" else 0.0))
+    return Time(times[bound], bound, card.launch + times[bound] + (launch.exposed / card.memory if bound == "tensor cores" else 0.0))
 
 
 def summary(launches: Sequence[Launch], card: Card) -> dict[str, dict[str, Any]]:

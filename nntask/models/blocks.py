@@ -28,7 +28,7 @@ from ..nn.autograd import Tensor
 from ..nn.experts import Routed, mixture, routed
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import EncoderPast, LayerPast
-from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, projections
+from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, are_joined, joined, projections
 from ..nn.module import Module, in_module
 from ..tiling.model_tiling import ModelTiling
 
@@ -187,6 +187,8 @@ class FeedForward(Module):
     def __call__(self, x: Tensor, given: ForwardPass) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         masks = given.masks
+        if self.gate is None and (masks is None or not self.dropout.p) and are_joined(self.up, self.down):
+            return joined(self.up, self.down, x)
         if self.gate is None:
             h = self.up(x, masks)  # activation((B, T, C) @ W) -> (B, T, I)
         else:

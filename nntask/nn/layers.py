@@ -97,6 +97,18 @@ def projections(layers: Sequence[Linear], x: Tensor, masks: Masks | None) -> Ite
             yield layer(x, masks)
 
 
+def are_joined(up: Linear, down: Linear) -> bool:
+    """Return whether `joined` computes two layers."""
+    is_plain = up.activation is not None and up.lora is None and down.activation is None and down.lora is None
+    return is_plain and functional.is_joined(down.weight, up.activation or "", transpose_w=not down.has_rows_in)
+
+
+def joined(up: Linear, down: Linear, x: Tensor) -> Tensor:
+    """Return down(up(x)), (.., K) -> (.., N), whose backward passes share tasks (`functional.linear_pair`)."""
+    assert up.activation is not None
+    return functional.linear_pair(x, (up.weight, up.bias), (down.weight, down.bias), up.activation, transpose_w=not up.has_rows_in)
+
+
 class LayerNorm(Module):
     """Layer norm over the last axis (Ba et al., 2016) with weight (C,) and bias (C,)."""
 

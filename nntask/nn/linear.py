@@ -102,6 +102,32 @@ def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], *, transp
     return on_tape("linears", [x, *(tensor for layer in layers for tensor in layer)], ys, backward)
 
 
+def is_joined(w: Tensor, kind: str, *, transpose_w: bool = False) -> bool:
+    """Return whether `linear_pair` shares tasks between a weight and the activation before it."""
+    return tape_enabled() and matmul.has_slope_in_product(w.data, kind, transpose_w=transpose_w)
+
+
+def linear_pair(x: Tensor, up: tuple[Tensor, Tensor | None], down: tuple[Tensor, Tensor | None], kind: str, *, transpose_w: bool = False) -> Tensor:
+    """Return `linear` of `linear_activation` of x, by two weights and biases, (.., K) -> (.., N), where `is_joined`."""
+    (w, b), (w_down, b_down) = up, down
+    pre, h = matmul.linear_gelu(x.data, w.data, None if b is None else b.data, kind, transpose_w=transpose_w)  # (.., I)
+    y = matmul.linear(h, w_down.data, None if b_down is None else b_down.data, transpose_w=transpose_w)
+    through_up = _weight_backward(x, w, b, transpose_w=transpose_w)
+    through_down = _weight_backward(Tensor(h), w_down, b_down, transpose_w=transpose_w)
+    edge, w_data = x.edge, w_down.data
+    is_read = any(tensor is not None and tensor.edge is not None for tensor in (x, w, b))
+
+    def backward(gradients: Gradients) -> None:
+        dy = only(gradients)
+        through_down(dy)
+        if is_read:
+            dx = through_up(matmul.linear_backward_activation(dy, w_data, pre, kind, transpose_w=transpose_w))
+            if edge is not None and dx is not None:
+                edge.add(dx)
+
+    return on_tape("linear_pair", [x, w, b, w_down, b_down], [y], backward)[0]
+
+
 def _add_weight_gradients(x: TileTensor, learnt: Sequence[tuple[Edge, TileTensor]], transpose_w: bool) -> None:
     """Contribute to the gradients of weights with these edges and dys: by one task for all, unless only some of them have contributions already."""
     if len(learnt) > 1 and len({edge.gradient is None for edge, _ in learnt}) == 1:

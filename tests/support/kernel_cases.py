@@ -523,6 +523,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7), m(2, 5, 7)], [3, 4], {"kind": "gelu_new", "trans_b": False, "accumulate": False}),
         lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7), m(2, 5, 7)], [3], {"kind": "relu", "trans_b": True, "accumulate": True}),
     ],
+    "linear_activation_backward": [
+        lambda m, k=k, t=t: ([m(2, 5, 16), m(*(8, 16) if t else (16, 8)), m(2, 5, 8), m(2, 5, 8)], [3], {"kind": k, "trans_b": t})
+        for k in ("gelu_new", "relu")
+        for t in (False, True)
+    ],
     "linear_bias": [
         lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7)], [3], {"trans_b": False}),
         lambda m: ([m(2, 5, 6), m(7, 6), m(7), m(2, 5, 7)], [3], {"trans_b": True}),

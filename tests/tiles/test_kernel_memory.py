@@ -427,6 +427,9 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r: _norm_backward(m, False, r) for r in (False, True)],
     "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],
+    "linear_activation_backward": [
+        lambda m: ([m.tile(), m(m.columns, 64), m(1, m.rows, 64), m(1, m.rows, 64)], {"kind": "gelu_new", "trans_b": False})
+    ],
     "linear_bias": [
         lambda m: (_linear(m), {"trans_b": False}),
         lambda m: ([m.tile(), m(m.columns, 64), m(64), m(1, m.rows, 64)], {"trans_b": False}),

@@ -19,6 +19,7 @@ from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.quantised import panel_scratch_nbytes
+from ..kernels.registry import BF16, own_activation
 from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from . import elementwise
@@ -89,6 +90,24 @@ def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str
         accesses += [(pre[*row, n], chained(last)), (y[*row, n], W)]
         emit(x.runtime, "linear_activation", accesses, kind=kind, trans_b=transpose_w, accumulate=last > 0)
     return pre, y
+
+
+def has_slope_in_product(w: TileTensor, kind: str, *, transpose_w: bool = False) -> bool:
+    """Return whether `linear_backward_activation` gives the gradient of an activation that op(w) multiplies.
+
+    GPUs compute that of GELU by tanh in bf16. This depends on tiles and types alone, because the gradient is rounded once instead of twice.
+    """
+    is_known = kind == "gelu_new" and own_activation(kind) is None and w.runtime.has_gpus
+    return is_known and w.dtype == BF16 and w.grid[0 if transpose_w else 1] == 1 and not isinstance(w, QuantisedTensor)
+
+
+def linear_backward_activation(dy: TileTensor, w: TileTensor, pre: TileTensor, kind: str, *, transpose_w: bool = False) -> TileTensor:
+    """dpre = dy @ op(w)^T * activation'(pre)  # (..., N) @ (N, K) -> (..., K), where `has_slope_in_product`."""
+    dpre = _linear_output(dy, w, None, not transpose_w)
+    for row, k in itertools.product(leading(dy), range(dpre.grid[-1])):
+        factors: list[Access] = [(dy[*row, 0], R), (w[(0, k) if transpose_w else (k, 0)], R), (pre[*row, k], R)]
+        emit(dy.runtime, "linear_activation_backward", [*factors, (dpre[*row, k], W)], kind=kind, trans_b=not transpose_w)
+    return dpre
 
 
 def _linear_output(x: TileTensor, w: TileTensor, bias: TileTensor | None, transpose_w: bool) -> TileTensor:

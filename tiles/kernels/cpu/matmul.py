@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..reference.matmul import products_of
 from ..registry import register
-from .activation import activate_into
+from .activation import activate_into, activation_backward
 from .blas import gemm
 from .elementwise import WORK_BYTES, cut, row_blocks, single
 
@@ -125,6 +125,13 @@ def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool
         out[...] = bias[0]
     _product(x, w, pre, trans_b=trans_b, accumulate=accumulate or bool(bias))
     activate_into(pre, y, kind)
+
+
+@register("linear_activation_backward", "cpu", flops=_flops)
+def linear_activation_backward(dy: Array, w: Array, pre: Array, dpre: Array, *, kind: str, trans_b: bool) -> None:
+    """dpre = dy @ op(w) * activation'(pre)  # (R, N) @ (N, K) -> (R, K)."""
+    _product(dy, w, dpre, trans_b=trans_b, accumulate=False)
+    activation_backward(pre, dpre, dpre, kind=kind)
 
 
 @register("column_sums", "cpu")

@@ -16,7 +16,7 @@ from ..registry import BF16
 from .array import DeviceArray
 from .batches import TABLE_NBYTES, Batches
 from .compiling import KernelBuildError, build
-from .epilogues import CublasLt
+from .epilogues import BIAS, GELU_SLOPE, CublasLt
 from .launch import PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, WholeShape
 from .products import WORKSPACE_NBYTES, Cublas, column_major
@@ -62,7 +62,7 @@ class CudaDevice(CupyGpu):
         workspace = self.reserve(WORKSPACE_NBYTES)
         with self.visit():  # a handle belongs to the device that is current when it is created
             self._blas = Cublas(workspace, tf32=tf32)
-            self._biased = CublasLt(self._blas, workspace)
+            self._products = CublasLt(self._blas, workspace)
         self._batches = Batches(self._blas, self.reserve(TABLE_NBYTES))
         self._attention: LibraryAttention | None = None
 
@@ -149,7 +149,13 @@ class CudaDevice(CupyGpu):
         """out = a @ op(b) + bias by cuBLASLt, as `launch.Device` describes."""
         product = column_major(a, b, out, trans_a=False, trans_b=trans_b)
         self.num_started += 1
-        return self._try(lambda: self._biased.multiply(product, bias, self._local.stream))
+        return self._try(lambda: self._products.multiply(product, BIAS, bias, self._local.stream))
+
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """out = a @ op(b) * gelu'(x) by cuBLASLt, as `launch.Device` describes."""
+        product = column_major(a, b, out, trans_a=False, trans_b=trans_b)
+        self.num_started += 1
+        return self._try(lambda: self._products.multiply(product, GELU_SLOPE, x, self._local.stream))
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let another library put kernels on the stream of the calling thread.
@@ -207,7 +213,7 @@ class CudaDevice(CupyGpu):
         try:
             with self.visit(), ExitStack() as libraries:
                 libraries.callback(self._blas.close)
-                libraries.callback(self._biased.close)
+                libraries.callback(self._products.close)
                 if self._attention is not None:
                     libraries.callback(self._attention.close)
         finally:

@@ -298,6 +298,16 @@ def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, tra
     activation(pre, y, kind=kind)
 
 
+@register("linear_activation_backward", "cuda")
+def linear_activation_backward(dy: DeviceArray, w: DeviceArray, pre: DeviceArray, dpre: DeviceArray, *, kind: str, trans_b: bool) -> None:
+    """dpre = dy @ op(w) * activation'(pre); rounded once where cuBLASLt has such a product, else before the multiplication as well."""
+    left, out = dy.rows(), dpre.rows()
+    if kind == "gelu_new" and device().gemm_with_gelu_slope(left, w, pre.rows(), out, trans_b=trans_b):
+        return
+    device().gemm(left, w, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+    activation_backward(pre, dpre, dpre, kind=kind)
+
+
 def product_with_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray | None, y: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:
     """y (+)= x @ op(w) [+ bias]; rounded once where cuBLASLt has such a product, else after each addition."""
     if bias is not None and not accumulate and device().gemm_with_bias(x.rows(), w, bias, y.rows(), trans_b=trans_b):

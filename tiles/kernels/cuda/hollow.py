@@ -153,6 +153,11 @@ class HollowGpu:
         self.gemm(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
         return True
 
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Count a product, whatever its shape."""
+        self.gemm(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+        return True
+
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Return False: there is no library."""
         return False

@@ -135,6 +135,9 @@ class Device(Protocol):
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         """Start out = a @ op(b) + bias, of the type of out, rounded once, if the library has such a product; return whether it was started."""
 
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Start out = a @ op(b) * gelu_new'(x), rounded once, if the library has such a product; return whether it was started."""
+
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Start a library's attention of whole sequences, if one has been opened and supports the shape; return whether it was started.
 

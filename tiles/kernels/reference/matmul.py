@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
-from .elementwise import activate
+from .elementwise import activate, slope
 
 Array = npt.NDArray[Any]
 _T = TypeVar("_T")
@@ -68,6 +68,12 @@ def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool
     product = rows(x) @ (w.T if trans_b else w)
     rows(pre)[...] = (rows(pre) if accumulate else 0) + product + (bias[0] if bias else 0)
     y[...] = activate(pre, kind)
+
+
+@register("linear_activation_backward", "reference")
+def linear_activation_backward(dy: Array, w: Array, pre: Array, dpre: Array, *, kind: str, trans_b: bool) -> None:
+    """dpre = dy @ op(w) * activation'(pre)  # (R, N) @ (N, K) -> (R, K)."""
+    rows(dpre)[...] = rows(dy) @ (w.T if trans_b else w) * slope(rows(pre), kind)
 
 
 @register("column_sums", "reference")

@@ -125,11 +125,11 @@ template <int N> __device__ inline void add_to_statistics(const float *row, int 
     }
 }
 
-KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int stride, int first) {
-    SHARED(float, buffer);
-    const float *row = logits + (long long)blockIdx.x * stride;
+// The statistics of this block's row
+__device__ inline void add_row(
+    const float *row, bool is_wide, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first, float *buffer) {
     float before = first ? -INFINITE : peak[blockIdx.x], own = -INFINITE, sum = 0.0f;
-    if (are_aligned(logits))
+    if (is_wide)
         add_to_statistics<8>(row, width, own, sum);
     else
         add_to_statistics<1>(row, width, own, sum);
@@ -142,6 +142,11 @@ KERNEL add_logits(const float *logits, const int *targets, float *peak, float *t
         peak[blockIdx.x] = top;
         picked[blockIdx.x] = column >= 0 && column < width ? row[column] : chosen;
     }
+}
+
+KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int stride, int first) {
+    SHARED(float, buffer);
+    add_row(logits + (long long)blockIdx.x * stride, are_aligned(logits), targets, peak, total, picked, v_start, width, first, buffer);
 }
 EXPORT(add_logits)
 
@@ -179,6 +184,26 @@ KERNEL logit_gradients(
         logits_to_gradients<1>(row, lse[blockIdx.x], target - v_start, target < 0, scale, cap, width);
 }
 EXPORT(logit_gradients)
+
+// `add_logits` of all columns, lse = peak + log total, and `logit_gradients`. A block has a row; a multiprocessor has few of them, so that a row is
+// still in the cache when it is read again.
+KERNEL logits_and_gradients(
+    float *logits, const int *targets, float *peak, float *total, float *picked, float *lse, const float *factor, int v_start, int width, int stride,
+    int first, float scale, float cap) {
+    SHARED(float, buffer);
+    float *row = logits + (long long)blockIdx.x * stride;
+    bool is_wide = are_aligned(logits);
+    int target = targets[blockIdx.x];
+    add_row(row, is_wide, targets, peak, total, picked, v_start, width, first, buffer);
+    if (threadIdx.x == 0) buffer[0] = lse[blockIdx.x] = peak[blockIdx.x] + logf(total[blockIdx.x]);
+    __syncthreads();
+    if (factor) scale *= factor[0];
+    if (is_wide)
+        logits_to_gradients<8>(row, buffer[0], target - v_start, target < 0, scale, cap, width);
+    else
+        logits_to_gradients<1>(row, buffer[0], target - v_start, target < 0, scale, cap, width);
+}
+EXPORT(logits_and_gradients)
 
 // Sums of the columns of a piece of the rows of p (R, N), whose rows begin `stride` elements apart, to out (pieces, N), or added to it.
 // Grid: (groups of 32 columns, pieces)
