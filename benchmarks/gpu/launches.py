@@ -31,7 +31,7 @@ PARTS: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "logits_and_gradients": lambda given: 1.5 * given["logits"].nbytes,  # a row is still in the cache when it is read again
 }
 """Bytes of kernels that touch a part of an array, from their arguments by name."""
-OF_PARTS: Final = ("add_parts", "column_sums_of_pieces")
+OF_PARTS: Final = ("add_parts",)
 """Kernels that read the partial sums of the arrays in a table, which are small."""
 OF_ROWS: Final = ("normalise", "norm_backward")
 """Kernels of which a block has whole rows of their first array."""

@@ -19,7 +19,7 @@ from support.kernel_declarations import declared_in
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import source_text
-from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, Product, StreamPointer, use
+from tiles.kernels.cuda.launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, SOURCES, Arguments, Product, StreamPointer, use
 from tiles.kernels.cuda.library_attention import WholeShape
 from tiles.kernels.reference.elementwise import slope
 
@@ -114,7 +114,7 @@ class Emulator(FakeGpu):
         self.backwards = False
         self.has_epilogues = True
         self._sources = CompiledSources(folder)
-        self._partials = np.empty(PARTIALS_NBYTES, np.uint8)
+        self._partials, self._arrivals = np.empty(PARTIALS_NBYTES, np.uint8), np.zeros(ARRIVALS_NBYTES, np.uint8)
 
     def enter(self, stream: FakeStream) -> None:
         super().enter(stream)
@@ -123,6 +123,10 @@ class Emulator(FakeGpu):
     @property
     def partials(self) -> DeviceArray:
         return on_device(self._partials)
+
+    @property
+    def arrivals(self) -> DeviceArray:
+        return on_device(self._arrivals)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         check_arguments(source, element, kernel, arguments)

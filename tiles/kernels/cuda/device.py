@@ -17,7 +17,7 @@ from .array import DeviceArray
 from .batches import TABLE_NBYTES, Batches
 from .compiling import KernelBuildError, build
 from .epilogues import BIAS, GELU_SLOPE, CublasLt
-from .launch import PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
+from .launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, WholeShape
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
@@ -56,6 +56,7 @@ class CudaDevice(CupyGpu):
         self._allowed: set[int] = set()
         self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
         self._partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
+        self._arrivals = self._zeros(ARRIVALS_NBYTES)
         self._spare: int | None = self.reserve(SPARE_NBYTES)
         self._local = threading.local()
         self.products_flops = 0.0
@@ -113,6 +114,21 @@ class CudaDevice(CupyGpu):
     def partials(self) -> DeviceArray:
         """Memory for the partial sums of one kernel at a time."""
         return self._partials
+
+    @property
+    def arrivals(self) -> DeviceArray:
+        """Counters of blocks, 0 between kernels."""
+        return self._arrivals
+
+    def _zeros(self, nbytes: int) -> DeviceArray:
+        """Return new memory full of zeros."""
+        zeros, stream, event = np.zeros(nbytes, np.uint8), self.stream(), self.event()
+        array = DeviceArray(self.reserve(nbytes), zeros.shape, zeros.dtype)
+        with self.visit():
+            stream.copy(array.address, zeros.ctypes.data, nbytes)
+            stream.record(event)
+            event.wait()
+        return array
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
+from .launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import WholeShape
 from .products import column_major
 
@@ -88,6 +88,7 @@ class HollowGpu:
         self._captured: Counter[str] | None = None
         self._functions: dict[tuple[str, str, str], str] = {}
         self.partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
+        self.arrivals = DeviceArray(self.reserve(ARRIVALS_NBYTES), (ARRIVALS_NBYTES,), np.dtype(np.uint8))
 
     def reserve(self, nbytes: int) -> int:
         """Return the address of some memory."""

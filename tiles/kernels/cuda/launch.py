@@ -34,6 +34,8 @@ MOST_BLOCKS_ASIDE: Final = 65535
 PARTIALS_NBYTES: Final = 10 << 20
 """Memory of a device for the partial sums of one kernel at a time: 8 bytes for each of 1024 blocks of 64 tiles, or three sums of columns for each
 lane of all pieces of an array's rows."""
+ARRIVALS_NBYTES: Final = 1 << 19
+"""Memory of a device for counters of blocks: 4 bytes for each group of columns, or for each block of a launch over several tiles."""
 
 Argument = DeviceArray | np.generic | None
 Product = tuple[DeviceArray, DeviceArray, DeviceArray]
@@ -101,6 +103,10 @@ class Device(Protocol):
     @property
     def partials(self) -> DeviceArray:
         """Memory of `PARTIALS_NBYTES` for one kernel at a time."""
+
+    @property
+    def arrivals(self) -> DeviceArray:
+        """Memory of `ARRIVALS_NBYTES` that is 0 before and after each kernel."""
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel.

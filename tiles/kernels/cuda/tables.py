@@ -19,7 +19,7 @@ from ..reference.loss import PLAIN, Backward, Head, backward_tiles, forward_tile
 from ..reference.random import mix, threshold
 from ..registry import register, register_chain
 from .array import DeviceArray
-from .elementwise import add_float, fill, start_with_sums
+from .elementwise import add_float, arrivals, fill, start_with_sums
 from .launch import SOURCES, THREADS, KernelSource, device
 from .many import Task, pieces_of
 
@@ -230,13 +230,10 @@ register_chain(
 def _gradient_columns(p: DeviceArray, dbias: DeviceArray, stride: int, *, accumulate: bool) -> None:
     """dbias (+)= sums of the columns of p, whose rows begin `stride` elements apart."""
     num_rows, width = p.shape
-    pieces, flag = pieces_of(num_rows, width), np.int32(accumulate)
-    out = device().partials.at(_FLOAT, pieces, width) if pieces > 1 else dbias
-    grid, sizes = (-(-width // 32), pieces, 1), (np.int32(num_rows), np.int32(width), np.int32(stride))
-    _source.start("gradient_columns", p.dtype, p, out, *sizes, np.int32(accumulate and pieces == 1), grid=grid, shared=4 * THREADS)
-    if pieces > 1:
-        counts = np.int32(pieces), np.int32(width)
-        _source.start("gradient_columns_of_pieces", p.dtype, out, dbias, *counts, flag, grid=(grid[0], 1, 1), shared=4 * THREADS)
+    pieces, groups = pieces_of(num_rows, width), -(-width // 32)
+    arrays = (p, device().partials.at(_FLOAT, pieces, width), dbias, arrivals(groups))
+    sizes = (np.int32(num_rows), np.int32(width), np.int32(stride), np.int32(accumulate))
+    _source.start("gradient_columns", p.dtype, *arrays, *sizes, grid=(groups, pieces, 1), shared=4 * THREADS)
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:

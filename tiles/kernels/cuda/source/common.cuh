@@ -1,7 +1,7 @@
 // What every kernel source shares: element types, block reductions, counter-based random bits.
 //
 // A source is compiled once per element type T (-DELEMENT=float or bf16) of activations and parameters (float or bf16); statistics, gradients of weights, moments and master
-// weights are float, sums are taken in float. No atomics: every sum has one order, so the same tiling gives the same bits. No headers beyond
+// weights are float, sums are taken in float. No sum is atomic: every one has one order, so the same tiling gives the same bits. No headers beyond
 // this one are needed, so NVRTC compiles a source without a toolkit, and a C++ compiler with tests/support/emulation.hpp makes it run on a CPU.
 //
 // Letters: R rows, N columns, T tokens, H heads, D columns of a head, V rows of a table.
