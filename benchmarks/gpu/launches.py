@@ -31,8 +31,6 @@ PARTS: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "logits_and_gradients": lambda given: 1.5 * given["logits"].nbytes,  # a row is still in the cache when it is read again
 }
 """Bytes of kernels that touch a part of an array, from their arguments by name."""
-OF_PARTS: Final = ("add_parts",)
-"""Kernels that read the partial sums of the arrays in a table, which are small."""
 OF_ROWS: Final = ("normalise", "norm_backward")
 """Kernels of which a block has whole rows of their first array."""
 PAIRS: Final = {"flash": 2, "flash_dq": 3, "flash_dkv": 4}
@@ -48,7 +46,7 @@ class Launch(NamedTuple):
         blocks, threads: number of blocks, and threads of a block; 0 for a product.
         nbytes: bytes that it must read and write.
         flops: floating-point operations on tensor cores.
-        exposed: bytes that a product reads or writes after its sums: its result, and what the sums are added to or multiplied by; 0 for other kernels.
+        exposed: bytes that a product accesses after its sums: its result, and what they are added to or multiplied by; 0 for other kernels.
         rows: rows of a block, for kernels of which a block has whole rows; 0 for others.
         turns: iterations in which its threads access a row, or search all tokens.
     """
@@ -105,7 +103,7 @@ def nbytes_of(kernel: str, declared: tuple[Parameter, ...], arguments: tuple[Any
     for one, given in zip(declared, arguments, strict=True):
         if one.is_pointer:
             total += (1 + (one.name in updated)) * (given.nbytes if isinstance(given, DeviceArray) else 0)
-        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; totals are small
+        elif "counts" in (given.dtype.names or ()):  # a table of tiles; totals are small
             counts = given["counts"]
             for field in one.fields:
                 if field.name in ("sums", "total", "partial"):
@@ -162,6 +160,8 @@ def recording(gpu: RecordingGpu) -> Iterator[list[Launch]]:
         if kernel == "embedding_backward":
             tokens = arguments[0]
             launch = launch._replace(rows=1, turns=-(-tokens.size // (shared // 4 - threads - 32)))
+        if kernel.startswith("flash_dq"):  # eight lanes of its threads have a row, of 8,192 numbers of rows that a block has
+            launch = launch._replace(turns=8 * 8192 / int(kernel.split("_")[2]) / threads)
         if kernel in OF_ROWS:
             width = arguments[0].shape[-1]
             launch = launch._replace(rows=arguments[0].size / width / launch.blocks, turns=-(-width * element.itemsize // (16 * threads)))

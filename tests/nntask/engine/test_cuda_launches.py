@@ -20,7 +20,7 @@ LARGE = 8 << 20
 ENOUGH = 264
 """Two blocks for each multiprocessor of an H100."""
 GIB = 1 << 30
-OF_PARTS = ("add_parts", "norm_sums")
+OF_PARTS = ("norm_sums",)
 """Kernels that read only the partial sums of large arrays."""
 
 

@@ -38,15 +38,6 @@ __device__ inline void add_pieces(
     add_lanes<1>(&sum, buffer, total, column, width, accumulate);
 }
 
-// Whether this block is the last of `count` blocks that come here; it may then read what the others wrote before. `arrivals` is 0 before and after.
-__device__ inline bool is_last_of(int count, u32 *arrivals) {
-    __threadfence();
-    __syncthreads();
-    bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(arrivals, (u32)count - 1) == (u32)count - 1);
-    if (is_last) __threadfence();
-    return is_last;
-}
-
 // total (+)= the sums of all pieces of 32 N columns from `column` on, by the last block that has a piece of them
 template <int N>
 __device__ inline void add_pieces_last(

@@ -85,6 +85,15 @@ __device__ inline float block_max(float x, float *buffer) {
     return top;
 }
 
+// Whether this block is the last of `count` blocks that come here; it may then read what the others wrote before. `arrivals` is 0 before and after.
+__device__ inline bool is_last_of(int count, u32 *arrivals) {
+    __threadfence();
+    __syncthreads();
+    bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(arrivals, (u32)count - 1) == (u32)count - 1);
+    if (is_last) __threadfence();
+    return is_last;
+}
+
 // N numbers side by side, which are read or written by as few instructions as their bytes allow: 16 bytes each
 template <class U, int N> struct alignas(N * sizeof(U) < 16 ? N * sizeof(U) : 16) Numbers {
     U x[N];
