@@ -109,6 +109,7 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
         (x, wide_w, wide, wider),
         8.0 * tokens * width * width,
     )
+    yield from _joined_products(bench, batch, length, width)
     yield "attention", run("attention", x, y, z, u, peak, total, lse, scratch, at=at, first=True, last=True), (x, y, z, u), 2 * half
     yield "attention_delta", run("attention_delta", x, y, delta, head_size=64), (x, y), 0
     grads = run("attention_backward", x, y, z, u, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
@@ -128,6 +129,28 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     yield "head_forward", forward, (x, table), flops
     constants = {"num_c": 1, "v_start": 0, "scale": 1 / tokens, "first": True, "accumulate": False}
     yield "head_backward", run("head_backward", x, table, ids, peaks, y, slope, room, **constants), (x, table, y, slope), 3 * flops
+
+
+def _joined_products(bench: Bench, batch: int, length: int, width: int) -> Iterator[Row]:
+    """Products of a backward pass that are one launch, and one of those that they replace."""
+    from tiles.kernels import kernel
+
+    array, flops = bench.array, 2.0 * batch * length * width * width
+    x, *slopes = (array(batch, length, width) for _ in range(4))
+    sums = [array(width, width, dtype=np.float32) for _ in slopes]
+    w, pre, out = array(width, 4 * width), array(batch, length, 4 * width), array(batch, length, 4 * width)
+    how: dict[str, Any] = {"trans_a": True, "trans_b": False, "accumulate": False}
+    yield "matmul, gradient of a weight", lambda: kernel("matmul", "cuda")(x, slopes[0], sums[0], **how, alpha=1.0), (x, slopes[0], sums[0]), flops
+    yield "matmuls, of three weights", lambda: kernel("matmuls", "cuda")(x, *slopes, *sums, **how, num_a=1, num_b=3), (x, *slopes, *sums), 3 * flops
+    onto = dict(how, trans_a=False, accumulate=True)
+    yield (
+        "matmul, added to dx",
+        lambda: kernel("matmul", "cuda")(slopes[0], w.at(w.dtype, width, width), x, **onto, alpha=1.0),
+        (slopes[0], x, x),
+        flops,
+    )
+    slope = kernel("linear_activation_backward", "cuda")
+    yield "linear_activation_backward", lambda: slope(x, w, pre, out, kind="gelu_new", trans_b=False), (x, w, pre, out), 4 * flops
 
 
 def measure(device: Any, batch: int, length: int, heads: int, vocab: int) -> dict[str, str]:

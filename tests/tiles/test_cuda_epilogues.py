@@ -21,6 +21,7 @@ from support.strict_cuda import STRICT_TRAINING, installed, opened
 from scheduler.core.errors import DeviceFailed
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda.products import CublasError
+from tiles.kernels.reference.elementwise import slope
 from tiles.kernels.registry import BF16
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -78,6 +79,25 @@ def test_a_bias_is_added_before_rounding(dtype: Any, trans_b: bool, cuda: FakeCu
     assert len(library.described) == 4 * len(SIZES)
     gpu.close()
     assert library.described == {}
+    assert cuda.found == []
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_the_slope_of_gelu_is_applied_before_rounding(trans_b: bool, cuda: FakeCuda, status: Status) -> None:
+    """In bf16, of a shape that is planned and of one whose rows cuBLASLt does not take; a refused shape is rounded twice."""
+    (gpu,) = opened(cuda)
+    bench, make = KernelBench(gpu), Maker(np.float32)
+    for rows, inner, columns, is_refused in ((33, 65, 128, False), (33, 65, 128, False), (33, 65, 64, True), (5, 8, 15, True)):
+        status.value = 15 if columns == 64 else 0
+        w = make(columns, inner) if trans_b else make(inner, columns)
+        dy, w, pre, dpre = (array.astype(BF16) for array in (make(rows, inner), w, make(rows, columns), np.full((rows, columns), np.nan)))
+        with warnings.catch_warnings(record=True, action="always") as warned:
+            bench.run("linear_activation_backward", [dy, w, pre, dpre], kind="gelu_new", trans_b=trans_b)
+        want = exact(dy, w, trans_b) * slope(pre.astype(np.float64), "gelu_new")
+        np.testing.assert_allclose(dpre.astype(np.float64), want, rtol=2.0**-7 if is_refused else 2.0**-8, atol=1e-4)
+        assert [str(one.message).partition(" for ")[0] for one in warned] == ["cuBLASLt has no product with the slope of GELU"] * (columns == 64)
+    assert sum(plan is not None for plan in gpu._products._plans.values()) == 1
+    gpu.close()
     assert cuda.found == []
 
 
@@ -167,7 +187,7 @@ def test_training_goes_on_without_biased_products(cuda: FakeCuda, status: Status
     """With graphs: losses are those of the emulation without such products."""
     (gpu,) = opened(cuda)
     status.value = 15
-    with pytest.warns(RuntimeWarning, match="no product with a bias"):
+    with pytest.warns(RuntimeWarning, match="no product with a bias"), pytest.warns(RuntimeWarning, match="no product with the slope of GELU"):
         found = STRICT_TRAINING.losses(on_gpus([gpu], 1 << 26, 1 << 27), dtype=BF16)
     assert cuda.found == []
     emulator = Emulator(cuda_libraries)
