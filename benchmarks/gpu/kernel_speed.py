@@ -109,7 +109,6 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
         (x, wide_w, wide, wider),
         8.0 * tokens * width * width,
     )
-    yield from _joined_products(bench, batch, length, width)
     yield "attention", run("attention", x, y, z, u, peak, total, lse, scratch, at=at, first=True, last=True), (x, y, z, u), 2 * half
     yield "attention_delta", run("attention_delta", x, y, delta, head_size=64), (x, y), 0
     grads = run("attention_backward", x, y, z, u, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
@@ -127,6 +126,7 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     forward = run("head_forward", x, table, ids, peaks, totals, picked, room, num_c=1, v_start=0, vocab=vocab, first=True)
     flops = 2.0 * tokens * width * vocab
     yield "head_forward", forward, (x, table), flops
+    yield from (*_joined_products(bench, batch, length, width), *_head_products(bench, table, vocab))
     constants = {"num_c": 1, "v_start": 0, "scale": 1 / tokens, "first": True, "accumulate": False}
     yield "head_backward", run("head_backward", x, table, ids, peaks, y, slope, room, **constants), (x, table, y, slope), 3 * flops
 
@@ -151,6 +151,16 @@ def _joined_products(bench: Bench, batch: int, length: int, width: int) -> Itera
     )
     slope = kernel("linear_activation_backward", "cuda")
     yield "linear_activation_backward", lambda: slope(x, w, pre, out, kind="gelu_new", trans_b=False), (x, w, pre, out), 4 * flops
+
+
+def _head_products(bench: Bench, table: Any, vocab: int) -> Iterator[Row]:
+    """dx of the head over all columns, which may be odd in number, and over a multiple of 8; rows begin at multiples of 32 bytes in both."""
+    rows, width, stride = 2560, table.shape[1], 2 * (-(-vocab // 8) * 8)
+    p, dx = bench.array(rows, stride), bench.array(rows, width)
+    for columns in (vocab, vocab - vocab % 8):
+        part, how = p.at(p.dtype, rows, columns), {"trans_a": False, "trans_b": False, "alpha": 1.0, "accumulate": False, "stride_a": stride}
+        call = lambda part=part, w=table[:columns], how=how: bench.device.gemm(part, w, dx, **how)  # noqa: E731
+        yield f"matmul, of {columns:,} columns", call, (part, table, dx), 2.0 * rows * columns * width
 
 
 def measure(device: Any, batch: int, length: int, heads: int, vocab: int) -> dict[str, str]:

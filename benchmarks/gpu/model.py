@@ -4,8 +4,9 @@
 
 A launch takes at least the longest of three times: its bytes at the memory's speed, its flops at the speed of tensor cores, and its instructions at
 the speed at which schedulers issue them. The expected time adds the time between two launches. A product does not hide its accesses after its sums.
-The model has no term for waiting: blocks that wait for one number after another take longer. With `--calibrate` the model for an H200 is compared
-with the times of single kernels that `make first-card` has measured there. It does not check whether these sources are the measured ones.
+Products have one rate whatever their shape; no card has timed those of the head, which sum over 50,257 columns in rows that begin at multiples of
+32 bytes. The model has no term for waiting: blocks that wait for one number after another take longer. With `--calibrate` the model for an H200 is
+compared with the times of single kernels that `make first-card` has measured there, perhaps from other sources.
 """
 
 from __future__ import annotations
