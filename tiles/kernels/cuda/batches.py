@@ -70,16 +70,16 @@ class Batches:
         """Return the entry with these addresses, (3, count), which is written if it is new."""
         addresses = (*a, *b, *c)
         number = self._entries.get(addresses)
-        has_room = len(self._entries) < _ENTRIES - 1 and not captures
-        place = number if number is not None else len(self._entries) if has_room else _ENTRIES - 1
-        entry = self._table[place : place + 1].at(np.uint64, 3, len(a))
+        may_stay = len(self._entries) < _ENTRIES - 1 and not captures
+        index = number if number is not None else len(self._entries) if may_stay else _ENTRIES - 1
+        entry = self._table[index : index + 1].at(np.uint64, 3, len(a))
         if number is None:
             given = np.zeros((), _ADDRESSES)
             given["numbers"][: len(addresses)] = addresses
             numbers: Any = given[()]
             _source.start("write_addresses", np.dtype(np.float32), numbers, entry, np.int32(len(addresses)), grid=(1, 1, 1), threads=_MOST_ADDRESSES)
-            if has_room:
-                self._entries[addresses] = place
+            if may_stay:
+                self._entries[addresses] = index
         return entry
 
 

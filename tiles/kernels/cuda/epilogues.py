@@ -33,13 +33,13 @@ _AUX_MULTIPLE: Final = 8
 
 
 class Epilogue(NamedTuple):
-    """What follows a product.
+    """An operation on the sums of a product.
 
     Attributes:
         number: cublasLtEpilogue_t.
         pointer: attribute for the address of its operand.
         name: the product with it, in messages.
-        rest: what is done instead if cuBLASLt refuses it, in messages.
+        rest: replacement of a refused product, in messages.
     """
 
     number: int
