@@ -164,8 +164,26 @@ def products(here: Here) -> Iterator[Check]:
                 most = max(most, benches[0].check("linear_bias", args, {"trans_b": trans_b}, rtol=tolerance, atol=tolerance))
         return {"away": float(f"{most:.2e}"), "refused": [str(one.message) for one in warned]}
 
+    def joined(sizes: tuple[int, int, int], dtype: Any) -> dict[str, Any]:
+        if not benches:
+            benches.append(KernelBench(here.devices()[0]))
+        (rows, inner, columns), make, most = sizes, Maker(np.float32), 0.0
+        tolerance = 1e-4 * rows**0.5 if dtype == np.float32 else 1.6e-2 * rows**0.5
+        with warnings.catch_warnings(record=True, action="always") as warned:
+            for accumulate in (False, True):
+                args = [array.astype(dtype) for array in (make(rows, inner), *(make(rows, columns) for _ in range(3)))]
+                sums = [make(inner, columns) for _ in range(3)]
+                options = {"num_a": 1, "num_b": 3, "trans_a": True, "trans_b": False, "accumulate": accumulate}
+                most = max(most, benches[0].check("matmuls", [*args, *sums], options, rtol=tolerance, atol=tolerance))
+            args = [array.astype(dtype) for array in (make(rows, inner), make(inner, columns), make(rows, columns), make(rows, columns))]
+            tolerance = 1e-4 * inner**0.5 if dtype == np.float32 else 3.2e-2
+            options = {"kind": "gelu_new", "trans_b": False}
+            most = max(most, benches[0].check("linear_activation_backward", args, options, rtol=tolerance, atol=tolerance))
+        return {"away": float(f"{most:.2e}"), "refused": [str(one.message) for one in warned]}
+
     for sizes in ((1, 1, 1), (33, 65, 127), (256, 512, 384), (1000, 77, 513)):
         for dtype in (np.dtype(np.float32), BF16):
+            yield f"{sizes} {dtype}, joined", lambda sizes=sizes, dtype=dtype: joined(sizes, dtype)
             yield f"{sizes} {dtype}", lambda sizes=sizes, dtype=dtype: run(sizes, dtype)
             yield f"{sizes} {dtype}, bias", lambda sizes=sizes, dtype=dtype: biased(sizes, dtype)
 

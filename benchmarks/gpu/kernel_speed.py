@@ -126,8 +126,41 @@ def rows(bench: Bench, batch: int, length: int, heads: int, vocab: int) -> Itera
     forward = run("head_forward", x, table, ids, peaks, totals, picked, room, num_c=1, v_start=0, vocab=vocab, first=True)
     flops = 2.0 * tokens * width * vocab
     yield "head_forward", forward, (x, table), flops
+    yield from (*_joined_products(bench, batch, length, width), *_head_products(bench, table, vocab))
     constants = {"num_c": 1, "v_start": 0, "scale": 1 / tokens, "first": True, "accumulate": False}
     yield "head_backward", run("head_backward", x, table, ids, peaks, y, slope, room, **constants), (x, table, y, slope), 3 * flops
+
+
+def _joined_products(bench: Bench, batch: int, length: int, width: int) -> Iterator[Row]:
+    """Products of a backward pass that are one launch, and one of those that they replace."""
+    from tiles.kernels import kernel
+
+    array, flops = bench.array, 2.0 * batch * length * width * width
+    x, *slopes = (array(batch, length, width) for _ in range(4))
+    sums = [array(width, width, dtype=np.float32) for _ in slopes]
+    w, pre, out = array(width, 4 * width), array(batch, length, 4 * width), array(batch, length, 4 * width)
+    how: dict[str, Any] = {"trans_a": True, "trans_b": False, "accumulate": False}
+    yield "matmul, gradient of a weight", lambda: kernel("matmul", "cuda")(x, slopes[0], sums[0], **how, alpha=1.0), (x, slopes[0], sums[0]), flops
+    yield "matmuls, of three weights", lambda: kernel("matmuls", "cuda")(x, *slopes, *sums, **how, num_a=1, num_b=3), (x, *slopes, *sums), 3 * flops
+    onto = dict(how, trans_a=False, accumulate=True)
+    yield (
+        "matmul, added to dx",
+        lambda: kernel("matmul", "cuda")(slopes[0], w.at(w.dtype, width, width), x, **onto, alpha=1.0),
+        (slopes[0], x, x),
+        flops,
+    )
+    slope = kernel("linear_activation_backward", "cuda")
+    yield "linear_activation_backward", lambda: slope(x, w, pre, out, kind="gelu_new", trans_b=False), (x, w, pre, out), 4 * flops
+
+
+def _head_products(bench: Bench, table: Any, vocab: int) -> Iterator[Row]:
+    """dx of the head over all columns, which may be odd in number, and over a multiple of 8; rows begin at multiples of 32 bytes in both."""
+    rows, width, stride = 2560, table.shape[1], 2 * (-(-vocab // 8) * 8)
+    p, dx = bench.array(rows, stride), bench.array(rows, width)
+    for columns in (vocab, vocab - vocab % 8):
+        part, how = p.at(p.dtype, rows, columns), {"trans_a": False, "trans_b": False, "alpha": 1.0, "accumulate": False, "stride_a": stride}
+        call = lambda part=part, w=table[:columns], how=how: bench.device.gemm(part, w, dx, **how)  # noqa: E731
+        yield f"matmul, of {columns:,} columns", call, (part, table, dx), 2.0 * rows * columns * width
 
 
 def measure(device: Any, batch: int, length: int, heads: int, vocab: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ launch touches a part, such as tables of embeddings, are counted in `PARTS`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -28,10 +28,9 @@ PARTS: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "embedding_backward": lambda given: given["dy"].nbytes + 2 * given["dy"].size * 4 + given["tokens"].nbytes,
     "add_rows": lambda given: 2 * given["x"].nbytes + 2 * int(given["row"]),
     "logit_gradients": lambda given: 1.5 * given["logits"].nbytes,  # gradients take half of the bytes of logits
+    "logits_and_gradients": lambda given: 1.5 * given["logits"].nbytes,  # a row is still in the cache when it is read again
 }
 """Bytes of kernels that touch a part of an array, from their arguments by name."""
-OF_PARTS: Final = ("add_parts", "column_sums_of_pieces")
-"""Kernels that read the partial sums of the arrays in a table, which are small."""
 OF_ROWS: Final = ("normalise", "norm_backward")
 """Kernels of which a block has whole rows of their first array."""
 PAIRS: Final = {"flash": 2, "flash_dq": 3, "flash_dkv": 4}
@@ -47,7 +46,7 @@ class Launch(NamedTuple):
         blocks, threads: number of blocks, and threads of a block; 0 for a product.
         nbytes: bytes that it must read and write.
         flops: floating-point operations on tensor cores.
-        written: bytes of the result of a product; 0 for other kernels.
+        exposed: bytes that a product accesses after its sums: its result, and what they are added to or multiplied by; 0 for other kernels.
         rows: rows of a block, for kernels of which a block has whole rows; 0 for others.
         turns: iterations in which its threads access a row, or search all tokens.
     """
@@ -58,7 +57,7 @@ class Launch(NamedTuple):
     threads: int
     nbytes: int
     flops: float
-    written: int = 0
+    exposed: int = 0
     rows: float = 0.0
     turns: float = 0.0
 
@@ -104,7 +103,7 @@ def nbytes_of(kernel: str, declared: tuple[Parameter, ...], arguments: tuple[Any
     for one, given in zip(declared, arguments, strict=True):
         if one.is_pointer:
             total += (1 + (one.name in updated)) * (given.nbytes if isinstance(given, DeviceArray) else 0)
-        elif "counts" in (given.dtype.names or ()) and kernel not in OF_PARTS:  # a table of tiles; totals are small
+        elif "counts" in (given.dtype.names or ()):  # a table of tiles; totals are small
             counts = given["counts"]
             for field in one.fields:
                 if field.name in ("sums", "total", "partial"):
@@ -123,10 +122,29 @@ class RecordingGpu(HollowGpu):
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
         """Note a product; the bytes of a bias are few."""
-        (rows, columns), inner = out.shape, a.shape[0] if options["trans_a"] else a.shape[1]
-        nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + options["accumulate"]) * out.nbytes
-        self.launches.append(Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, out.nbytes))
+        self.launches.append(_product(a, b, out, **options))
         super().gemm(a, b, out, **options)
+
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Note a product that reads `x` after its sums."""
+        result = super().gemm_with_gelu_slope(a, b, x, out, trans_b=trans_b)
+        last = self.launches[-1]
+        self.launches[-1] = last._replace(nbytes=last.nbytes + x.nbytes, exposed=last.exposed + x.nbytes)
+        return result
+
+    def gemms(self, products: Sequence[tuple[DeviceArray, DeviceArray, DeviceArray]], **options: Any) -> None:
+        """Note several products as one launch."""
+        single = [_product(*product, **options) for product in products]
+        nbytes, flops, exposed = (sum(getattr(launch, name) for launch in single) for name in ("nbytes", "flops", "exposed"))
+        self.launches.append(single[0]._replace(nbytes=nbytes, flops=flops, exposed=exposed))
+        super().gemms(products, **options)
+
+
+def _product(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, accumulate: bool, **options: Any) -> Launch:
+    """Return the launch of a product."""
+    (rows, columns), inner = out.shape, a.shape[0] if trans_a else a.shape[1]
+    nbytes = rows * inner * a.dtype.itemsize + b.nbytes + (1 + accumulate) * out.nbytes
+    return Launch("product", "", 0, 0, nbytes, 2.0 * rows * columns * inner, (1 + accumulate) * out.nbytes)
 
 
 @contextmanager
@@ -142,6 +160,8 @@ def recording(gpu: RecordingGpu) -> Iterator[list[Launch]]:
         if kernel == "embedding_backward":
             tokens = arguments[0]
             launch = launch._replace(rows=1, turns=-(-tokens.size // (shared // 4 - threads - 32)))
+        if kernel.startswith("flash_dq"):  # eight lanes of its threads have a row, of 8,192 numbers of rows that a block has
+            launch = launch._replace(turns=8 * 8192 / int(kernel.split("_")[2]) / threads)
         if kernel in OF_ROWS:
             width = arguments[0].shape[-1]
             launch = launch._replace(rows=arguments[0].size / width / launch.blocks, turns=-(-width * element.itemsize // (16 * threads)))

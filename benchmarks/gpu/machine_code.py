@@ -40,11 +40,13 @@ class Loop(NamedTuple):
         instructions: instructions of an iteration, without those of `inner`.
         nbytes: bytes of global memory that a thread accesses in an iteration, without those of `inner`.
         inner: loops in it.
+        has_products: whether it has tensor-core operations.
     """
 
     instructions: int
     nbytes: int
     inner: tuple[Loop, ...] = ()
+    has_products: bool = False
 
 
 class Path(NamedTuple):
@@ -128,4 +130,6 @@ def _loop(instructions: list[Instruction], ends: dict[int, int], body: list[int]
             inner.append(_loop(instructions, ends, own))
             outside = [one for one in outside if one not in own]
     count = sum(ends[first] - first for first in outside)
-    return Loop(count, sum(one.nbytes for first in outside for one in instructions[first : ends[first]]), tuple(reversed(inner)))
+    nbytes = sum(one.nbytes for first in outside for one in instructions[first : ends[first]])
+    has_products = any(one.code == _PRODUCT for first in body for one in instructions[first : ends[first]])
+    return Loop(count, nbytes, tuple(reversed(inner)), has_products)

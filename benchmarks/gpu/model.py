@@ -3,9 +3,10 @@
     python benchmarks/gpu/model.py                     # prints tables and writes benchmarks/gpu/model.json; needs the NVRTC of the tests
 
 A launch takes at least the longest of three times: its bytes at the memory's speed, its flops at the speed of tensor cores, and its instructions at
-the speed at which schedulers issue them. The expected time adds the time between two launches. A product does not hide the writes of its result.
-The model has no term for waiting: blocks that wait for one number after another take longer. With `--calibrate` the model for an H200 is compared
-with the times of single kernels that `make first-card` has measured there. It does not check whether these sources are the measured ones.
+the speed at which schedulers issue them. The expected time adds the time between two launches. A product does not hide its accesses after its sums.
+Products have one rate whatever their shape; no card has timed those of the head, which sum over 50,257 columns in rows that begin at multiples of
+32 bytes. The model has no term for waiting: blocks that wait for one number after another take longer. With `--calibrate` the model for an H200 is
+compared with the times of single kernels that `make first-card` has measured there, perhaps from other sources.
 """
 
 from __future__ import annotations
@@ -91,13 +92,14 @@ def num_instructions(launch: Launch) -> float:
     """Return the number of instructions of all warps; 0 for products, whose code is cuBLAS's.
 
     The loop that accesses the most bytes runs until all bytes have been accessed, others once. If blocks have whole rows, loops over a row and over
-    rows are known. Attention has the instructions per tensor-core operation of its whole code.
+    rows are known. Attention has the instructions per tensor-core operation of its whole code without a loop of `launch.turns` iterations.
     """
     if not launch.source:
         return 0.0
     path, warps = paths(launch.source)[launch.kernel], launch.blocks * launch.threads / 32
     if launch.flops:
-        return launch.flops / FLOPS_OF_PRODUCT * path.static / path.products
+        apart = sum(loop.instructions for loop in path.loops if not loop.has_products) if launch.turns else 0
+        return launch.flops / FLOPS_OF_PRODUCT * (path.static - apart) / path.products + warps * launch.turns * apart
     if launch.rows:
         return warps * (path.straight + sum(_of_rows(loop, launch) for loop in path.loops))
     main = max(path.loops, key=lambda loop: loop.nbytes, default=None)
@@ -120,7 +122,7 @@ def time_of(launch: Launch, card: Card, instructions: float) -> Time:
         "instructions": instructions / card.instructions,
     }
     bound = max(times, key=times.__getitem__)
-    return Time(times[bound], bound, card.launch + times[bound] + (launch.written / card.memory if bound == "tensor cores" else 0.0))
+    return Time(times[bound], bound, card.launch + times[bound] + (launch.exposed / card.memory if bound == "tensor cores" else 0.0))
 
 
 def summary(launches: Sequence[Launch], card: Card) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ from ..nn.autograd import Tensor
 from ..nn.experts import LowRankExperts, Routed, mixture, routed
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import EncoderPast, LayerPast
-from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
+from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, are_joined, joined, projections
 from ..nn.module import Module, in_module
 from ..tiling.model_tiling import ModelTiling
 
@@ -129,9 +129,10 @@ class Attention(Module):
     def __call__(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         shape, masks = self.shape, given.masks
-        q = self._placed(self.q(x, masks), self.q_norm, given)  # (B, T, C) -> (B, T, H*D)
-        k = self._placed(self.k(x, masks), self.k_norm, given)  # (B, T, C) -> (B, T, G*D)
-        v = self._clipped(self.v(x, masks))  # (B, T, C) -> (B, T, G*D)
+        projected = projections([self.q, self.k, self.v], x, masks)  # (B, T, C) -> (B, T, H*D), (B, T, G*D), (B, T, G*D)
+        q = self._placed(next(projected), self.q_norm, given)
+        k = self._placed(next(projected), self.k_norm, given)
+        v = self._clipped(next(projected))
         o = self._attended(  # (B, T, H*D)
             q, k, v, masks, past=past, causal=shape.is_causal, window=shape.window, documents=given.documents, bias=given.bias, cap=shape.cap
         )
@@ -186,6 +187,8 @@ class FeedForward(Module):
     def __call__(self, x: Tensor, given: ForwardPass) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         masks = given.masks
+        if self.gate is None and (masks is None or not self.dropout.p) and are_joined(self.up, self.down):
+            return joined(self.up, self.down, x)
         if self.gate is None:
             h = self.up(x, masks)  # activation((B, T, C) @ W) -> (B, T, I)
         else:

@@ -27,8 +27,12 @@ from .attention import RelativeBias as RelativeBias  # a part of this module's n
 from .attention import attention as attention
 from .autograd import Edge, Gradients, Tensor, accumulator_of, add_to, contribute_late, on_tape, only
 from .autograd import add as add  # the sum, which `Tensor` has as an operator, lives with the tape
-from .linear import linear as linear  # a part of this module's names
+from .linear import are_together as are_together  # a part of this module's names
+from .linear import is_joined as is_joined
+from .linear import linear as linear
 from .linear import linear_activation as linear_activation
+from .linear import linear_pair as linear_pair
+from .linear import linears as linears
 
 SITES: Final = 1 << 12
 """Largest number of places with dropout in a model: adapters use the second half of them, everything else the first."""

@@ -5,6 +5,8 @@ Letters: B sequences, T tokens, C features, K and N in and out features, V vocab
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 
@@ -81,6 +83,30 @@ class Linear(Module):
         if self.activation is not None:
             return functional.linear_activation(x, self.weight, self.bias, self.activation, transpose_w=transpose, added=added)
         return functional.linear(x, self.weight, self.bias, transpose_w=transpose, added=added)
+
+
+def projections(layers: Sequence[Linear], x: Tensor, masks: Masks | None) -> Iterator[Tensor]:
+    """Yield the result of each layer for x, (.., K) -> (.., N). Layers without adapters and activations may share tasks (`functional.linears`)."""
+    are_plain = all(layer.lora is None and layer.activation is None for layer in layers)
+    if are_plain and functional.are_together(x, [layer.weight for layer in layers]):
+        results = [*functional.linears(x, [(layer.weight, layer.bias) for layer in layers], transpose_w=not layers[0].has_rows_in)]
+        while results:
+            yield results.pop(0)  # not kept here, so that its data ends with its last use
+    else:
+        for layer in layers:
+            yield layer(x, masks)
+
+
+def are_joined(up: Linear, down: Linear) -> bool:
+    """Return whether `joined` computes two layers."""
+    is_plain = up.activation is not None and up.lora is None and down.activation is None and down.lora is None
+    return is_plain and functional.is_joined(down.weight, up.activation or "", transpose_w=not down.has_rows_in)
+
+
+def joined(up: Linear, down: Linear, x: Tensor) -> Tensor:
+    """Return down(up(x)), (.., K) -> (.., N), whose backward passes share tasks (`functional.linear_pair`)."""
+    assert up.activation is not None
+    return functional.linear_pair(x, (up.weight, up.bias), (down.weight, down.bias), up.activation, transpose_w=not up.has_rows_in)
 
 
 class LayerNorm(Module):

@@ -7,7 +7,7 @@ the data that it uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +31,7 @@ class _Launch:
         positions: positions of the tasks in the step.
         uses: all data that they access.
         writes: data that they write, scratch included.
+        has_moved: whether it has moved to the end for a task of its codelet. It does once, because its data stays allocated until it runs.
     """
 
     codelet: Codelet
@@ -39,6 +40,7 @@ class _Launch:
     positions: list[int] = field(default_factory=list)
     uses: set[HandleRecord] = field(default_factory=set)
     writes: set[HandleRecord] = field(default_factory=set)
+    has_moved: bool = False
 
     def add(self, position: int, task: RecordedTask) -> _Launch:
         """Add a task, and return the launch."""
@@ -51,11 +53,16 @@ class _Launch:
         """Return whether the order of two launches matters."""
         return bool(self.uses & other.writes or self.writes & other.uses)
 
+    def depends_on_any(self, others: Iterable[_Launch]) -> bool:
+        """Return whether the order of this launch and one of the others matters."""
+        return any(self.depends_on(other) for other in others)
+
 
 def launches(plan: StepPlan, first: int, end: int) -> list[PlannedLaunch]:
     """Divide tasks [first, end) of a step into launches.
 
-    A task joins one of the last `LOOK_BACK` launches if that has the same codelet and the task is independent of that launch and all later ones.
+    A task joins one of the last `LOOK_BACK` launches if that has the same codelet, the task is independent of it, and the task or that launch is
+    independent of all later ones.
     """
     result: list[_Launch] = []
     chains: dict[int, _Launch] = {}  # position of a task of a chain -> its launch, which has the tasks before it
@@ -71,6 +78,10 @@ def launches(plan: StepPlan, first: int, end: int) -> list[PlannedLaunch]:
             result.append(own)
             chains.update(dict.fromkeys(own.planned, own))
         elif joined := _alike(result, own):
+            if own.depends_on_any(result[result.index(joined) + 1 :]):
+                result.remove(joined)
+                result.append(joined)
+                joined.has_moved = True
             joined.add(position, task)
         else:
             result.append(own)
@@ -88,13 +99,13 @@ def _starts(launch: _Launch) -> Iterator[PlannedLaunch]:
 
 
 def _alike(earlier: Sequence[_Launch], own: _Launch) -> _Launch | None:
-    """Return the launch that a task joins: of the same codelet, with nothing between that the task depends on."""
+    """Return the launch that a task joins, or that moves to the end to be joined: of the same codelet, and independent of the task."""
     if own.codelet.cuda_many is not None:
-        for launch in reversed(earlier[-LOOK_BACK:]):
-            if own.depends_on(launch):
-                return None
-            if launch.codelet is own.codelet and launch.chain is None:
-                return launch
+        for number, launch in enumerate(reversed(earlier[-LOOK_BACK:])):
+            if launch.codelet is own.codelet and launch.chain is None and not own.depends_on(launch):
+                later = earlier[len(earlier) - number :]
+                may_move = not launch.has_moved and not launch.depends_on_any(later)
+                return launch if may_move or not own.depends_on_any(later) else None
     return None
 
 
@@ -102,8 +113,8 @@ def _extend(result: list[_Launch], launch: _Launch, own: _Launch) -> bool:
     """Add the next task of a chain to its launch, which moves to the end if the task depends on later launches; return whether that is possible."""
     later = result[result.index(launch) + 1 :]
     is_next = own.positions == [launch.planned[len(launch.positions)]] and len(later) <= LOOK_BACK
-    if not is_next or any(own.depends_on(other) for other in later):
-        if not is_next or any(launch.depends_on(other) for other in later):
+    if not is_next or own.depends_on_any(later):
+        if not is_next or launch.depends_on_any(later):
             return False
         result.remove(launch)
         result.append(launch)

@@ -19,8 +19,9 @@ from support.kernel_declarations import declared_in
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import source_text
-from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, StreamPointer, use
+from tiles.kernels.cuda.launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, SOURCES, Arguments, Product, StreamPointer, use
 from tiles.kernels.cuda.library_attention import WholeShape
+from tiles.kernels.reference.elementwise import slope
 
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
@@ -105,15 +106,15 @@ class Emulator(FakeGpu):
 
     Attributes:
         backwards: whether threads of a block run from the last to the first.
-        has_biased_products: whether it has products that add a bias.
+        has_epilogues: whether it has products with an epilogue.
     """
 
     def __init__(self, folder: Path, **more: Any) -> None:
         super().__init__("emulated", **more)
         self.backwards = False
-        self.has_biased_products = True
+        self.has_epilogues = True
         self._sources = CompiledSources(folder)
-        self._partials = np.empty(PARTIALS_NBYTES, np.uint8)
+        self._partials, self._arrivals = np.empty(PARTIALS_NBYTES, np.uint8), np.zeros(ARRIVALS_NBYTES, np.uint8)
 
     def enter(self, stream: FakeStream) -> None:
         super().enter(stream)
@@ -122,6 +123,10 @@ class Emulator(FakeGpu):
     @property
     def partials(self) -> DeviceArray:
         return on_device(self._partials)
+
+    @property
+    def arrivals(self) -> DeviceArray:
+        return on_device(self._arrivals)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         check_arguments(source, element, kernel, arguments)
@@ -132,10 +137,19 @@ class Emulator(FakeGpu):
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
 
+    def gemms(self, products: Sequence[Product], **options: Any) -> None:
+        for product in products:
+            self.gemm(*product, alpha=1.0, **options)
+
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
-        if self.has_biased_products:
+        if self.has_epilogues:
             self.later(lambda: self._multiply(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False, bias=bias))
-        return self.has_biased_products
+        return self.has_epilogues
+
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        if self.has_epilogues:
+            self.later(lambda: self._multiply(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False, gelu_of=x))
+        return self.has_epilogues
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         return False
@@ -144,10 +158,11 @@ class Emulator(FakeGpu):
         self.later(lambda: start(StreamPointer(self.name, None, 0)))
 
     @staticmethod
-    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None, stride_out=None, bias=None):
+    def _multiply(a, b, out, *, trans_a, trans_b, alpha, accumulate, stride_a=None, stride_out=None, bias=None, gelu_of=None):
         target, left, right = _matrix(out, stride_out), _matrix(a, stride_a).astype(np.float32), on_host(b).astype(np.float32)
         product = np.float32(alpha) * ((left.T if trans_a else left) @ (right.T if trans_b else right))
         product = product if bias is None else product + on_host(bias).astype(np.float32)
+        product = product if gelu_of is None else product * slope(on_host(gelu_of).astype(np.float32), "gelu_new")
         target[...] = target.astype(np.float32) + product if accumulate else product
 
 

@@ -94,6 +94,14 @@ static inline int __syncthreads_or(int predicate) {
     return any_of_block;
 }
 
+static inline void __threadfence() {}
+
+static inline u32 atomicInc(u32 *count, u32 most) {
+    u32 before = *count;
+    *count = before >= most ? 0 : before + 1;
+    return before;
+}
+
 static inline float __uint_as_float(u32 bits) {
     float x;
     memcpy(&x, &bits, 4);

@@ -536,6 +536,11 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7), m(2, 5, 7)], [3, 4], {"kind": "gelu_new", "trans_b": False, "accumulate": False}),
         lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7), m(2, 5, 7)], [3], {"kind": "relu", "trans_b": True, "accumulate": True}),
     ],
+    "linear_activation_backward": [
+        lambda m, k=k, t=t: ([m(2, 5, 16), m(*(8, 16) if t else (16, 8)), m(2, 5, 8), m(2, 5, 8)], [3], {"kind": k, "trans_b": t})
+        for k in ("gelu_new", "relu")
+        for t in (False, True)
+    ],
     "linear_bias": [
         lambda m: ([m(2, 5, 6), m(6, 7), m(7), m(2, 5, 7)], [3], {"trans_b": False}),
         lambda m: ([m(2, 5, 6), m(7, 6), m(7), m(2, 5, 7)], [3], {"trans_b": True}),
@@ -544,6 +549,23 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(2, 5, 6), m(6, 7), m(2, 5, 7)], [2], _product(False, False, False)),
         lambda m: ([m(2, 5, 6), m(2, 5, 7), m(6, 7)], [], _product(True, False, True)),
         lambda m: ([m(2, 5, 6), m(7, 6), m(2, 5, 7)], [2], _product(False, True, False)),
+    ],
+    "matmuls": [
+        lambda m: (
+            [m(2, 5, 6), m(2, 5, 7), m(2, 5, 7), m(6, 7), m(6, 7)],
+            [],
+            {"num_a": 1, "num_b": 2, "trans_a": True, "trans_b": False, "accumulate": True},
+        ),
+        lambda m: (
+            [m(2, 8, 16), m(2, 8, 16), m(2, 8, 24), m(16, 24), m(16, 24)],
+            [3, 4],
+            {"num_a": 2, "num_b": 1, "trans_a": True, "trans_b": False, "accumulate": False},
+        ),
+        lambda m: (
+            [*(m(2, 8, 16) for _ in range(3)), *(m(24, 16) for _ in range(3)), *(m(2, 8, 24) for _ in range(3))],
+            [6, 7, 8],
+            {"num_a": 3, "num_b": 3, "trans_a": False, "trans_b": True, "accumulate": False},
+        ),
     ],
     "mean_tokens": [
         lambda m: ([m(3, 5, 70), m(3, 70), m(3, 1, 70)], [1, 2], {"first": True, "length": 5}),

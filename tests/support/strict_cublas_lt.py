@@ -18,11 +18,13 @@ from support.fake_cuda import CFunction, FakeCuda
 from support.fake_cuda_calls import CUDARuntimeError
 from support.hazards import Access
 
+from tiles.kernels.reference.elementwise import slope
+
 _TYPES = {0: np.dtype(np.float32), 14: np.dtype(ml_dtypes.bfloat16)}
 """cudaDataType."""
-_SIZES = {"product": {3: 4, 4: 4, 7: 4, 8: 8}, "preference": {1: 8, 3: 4, 5: 4, 6: 4, 7: 4, 8: 4}}
+_SIZES = {"product": {3: 4, 4: 4, 7: 4, 8: 8, 11: 8, 12: 8}, "preference": {1: 8, 3: 4, 5: 4, 6: 4, 7: 4, 8: 4}}
 """Bytes of the attributes that are set, by number."""
-_BIAS, _SUMS_IN_FP32, _INVALID, _ILLEGAL_ADDRESS = 4, 2, 7, 700
+_BIAS, _DGELU, _SUMS_IN_FP32, _INVALID, _ILLEGAL_ADDRESS = 4, 192, 2, 7, 700
 
 Refuses = Callable[[int, int, int], int]
 """Function of (m, n, k): 0, or the status of a shape that has no algorithm; -1 for a heuristic that finds none."""
@@ -111,10 +113,14 @@ class LibcublasLt:
         if c != d or c[1:3] != (m, n) or k != (b[2] if opb else b[1]) or {opa, opb} - {0, 1} or any(side[3] < side[1] for side in (a, b, c)):
             self._invalid(f"matrices {a}, {b} and {c} (type, rows, columns, distance) have no product with operations {opa} and {opb}")
             return None
-        if epilogue != _BIAS or scale != 0 or compute not in (68, 77) or not a[0] == b[0] == c[0] or (compute == 77 and a[0] != 0):
+        distance = one.values.get(12, 0)
+        if epilogue == _DGELU and (distance < m or distance % 8 or compute != 68):
+            self._invalid(f"the operand of GELU has columns of {m} numbers, {distance} apart, which is no multiple of 8, or sums of type {compute}")
+            return None
+        if epilogue not in (_BIAS, _DGELU) or scale != 0 or compute not in (68, 77) or not a[0] == b[0] == c[0] or (compute == 77 and a[0] != 0):
             self._invalid(f"epilogue {epilogue} of types {a[0]}, {b[0]}, {c[0]}, sums of type {compute} by factors of type {scale}")
             return None
-        return opa, opb, m, n, k, a, b, c, compute
+        return opa, opb, m, n, k, a, b, c, compute, epilogue, distance
 
     def _choose(self, handle: int, product: int, *rest: Any) -> int:
         *layouts, preference, asked, chosen, number = rest
@@ -127,14 +133,14 @@ class LibcublasLt:
         number.value = 0 if status else 1
         if not status:
             chosen.algorithm[0], chosen.workspace = 1 + len(self._problems), preferred.values.get(1, 0)
-            bias = self.described[product].values.get(8, 0)
+            bias = self.described[product].values.get(11 if problem[9] == _DGELU else 8, 0)
             self._problems[chosen.algorithm[0]] = problem, [preferred.values.get(place, 256) for place in (5, 6, 7, 8)] + [bias & -bias]
         return max(status, 0)
 
     def _multiply(self, handle: int, product: int, alpha: Any, *rest: Any) -> int:
         a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, chosen, workspace, nbytes, stream = rest
         problem = self._problem(handle, product, (a_layout, b_layout, c_layout, d_layout))
-        bias = self.described[product].values.get(8, 0) if problem else 0
+        bias = self.described[product].values.get(11 if problem[9] == _DGELU else 8, 0) if problem else 0
         planned, alignments = self._problems.get(chosen.algorithm[0], (None, []))
         if problem is None or problem != planned or chosen.workspace > nbytes:
             return self._invalid("the algorithm is of another product, or takes a larger workspace")
@@ -143,7 +149,13 @@ class LibcublasLt:
         m, a_shape, b_shape, d_shape = problem[2], *problem[5:8]
         item = _TYPES[d_shape[0]].itemsize
         extents = [((shape[3] * (shape[2] - 1) + shape[1]) * item) for shape in (a_shape, b_shape, d_shape)]
-        places = [(a, extents[0], False), (b, extents[1], False), (d, extents[2], True), (bias, m * item, False), (workspace, nbytes, True)]
+        places = [
+            (a, extents[0], False),
+            (b, extents[1], False),
+            (d, extents[2], True),
+            (bias, (problem[10] * (problem[3] - 1 if problem[9] == _DGELU else 0) + m) * item, False),
+            (workspace, nbytes, True),
+        ]
         if any(self._cuda.memory_at(place, length, "an operand") is None for place, length, _ in places):
             return self._invalid("an operand is no memory of a device")
         factors = alpha.value, beta.value
@@ -158,7 +170,7 @@ class LibcublasLt:
 
 
 def _compute(problem: tuple[Any, ...], places: tuple[int, ...], factors: tuple[float, float]) -> None:
-    """D = alpha op(A) @ op(B) + bias, rounded once; all in columns."""
+    """D = alpha op(A) @ op(B) + bias, or times the slope of GELU, rounded once; all in columns."""
 
     def matrix(place: int, shape: tuple[int, ...]) -> np.ndarray:
         kind, rows, columns, distance = shape
@@ -167,9 +179,9 @@ def _compute(problem: tuple[Any, ...], places: tuple[int, ...], factors: tuple[f
         flat = np.frombuffer((ctypes.c_char * nbytes).from_address(place), dtype)
         return np.lib.stride_tricks.as_strided(flat, (rows, columns), (dtype.itemsize, distance * dtype.itemsize))
 
-    opa, opb, m, _, _, a, b, d, _ = problem
+    opa, opb, m, n, _, a, b, d, _, epilogue, distance = problem
     left, right = matrix(places[0], a).astype(np.float32), matrix(places[1], b).astype(np.float32)
-    bias = matrix(places[3], (d[0], m, 1, m)).astype(np.float32)
+    operand = matrix(places[3], (d[0], m, n, distance) if epilogue == _DGELU else (d[0], m, 1, m)).astype(np.float32)
     assert factors == (1.0, 0.0)
     product = ((right if not opb else right.T).T @ (left if not opa else left.T).T).T
-    matrix(places[2], d)[...] = product + bias
+    matrix(places[2], d)[...] = product * slope(operand, "gelu_new") if epilogue == _DGELU else product + operand

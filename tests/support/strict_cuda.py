@@ -123,7 +123,11 @@ class _Handle:
 
 
 class Libcublas:
-    """cuBLAS (cuBLAS documentation, 2.4 and cublasGemmEx): products of fp32 and bf16, sums in fp32."""
+    """cuBLAS (cuBLAS documentation, 2.4, cublasGemmEx and cublasGemmBatchedEx): products of fp32 and bf16, sums in fp32.
+
+    Attributes:
+        batch_status: status with which batches are answered if they are right; 0 to compute them.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         handle, integer, pointer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
@@ -137,6 +141,8 @@ class Libcublas:
         self.cublasSetWorkspace_v2 = CFunction(cuda, "cublasSetWorkspace", [handle, pointer, size], self._set_workspace)
         types = [handle, *[integer] * 5, pointer, *matrix, *matrix, pointer, *matrix, integer, integer]
         self.cublasGemmEx = CFunction(cuda, "cublasGemmEx", types, self._gemm)
+        self.cublasGemmBatchedEx = CFunction(cuda, "cublasGemmBatchedEx", [*types, integer], self._gemm_of_batch)
+        self.batch_status = 0
 
     def _create(self, found: ctypes.c_void_p) -> int:
         found.value = 0x600_0000_0000 + 0x100 * (len(self._handles) + 1)
@@ -220,6 +226,44 @@ class Libcublas:
             if error.status != ILLEGAL_ADDRESS:
                 raise
             return 14  # CUBLAS_STATUS_INTERNAL_ERROR, whatever the device says
+        return 0
+
+    def _gemm_of_batch(self, number: int, opa: int, opb: int, m: int, n: int, k: int, alpha: ctypes.c_float, *rest: Any) -> int:
+        """Products whose addresses are read from device memory when it is their turn; only then is it known what they access."""
+        a, atype, lda, b, btype, ldb, beta, c, ctype, ldc, count, compute, algorithm = rest
+        handle = self._of(number)
+        if handle is None:
+            return 1
+        wrong = self._wrong(handle, opa, opb, m, n, k, (atype, btype, ctype), compute, algorithm)
+        if wrong or count < 1 or handle.workspace is None:
+            self.cuda.refuse(f"cublasGemmBatchedEx: {wrong or 'no products, or no workspace'}")
+            return 7
+        sides = (((k, m) if opa else (m, k), atype, lda), ((n, k) if opb else (k, n), btype, ldb), ((m, n), ctype, ldc))
+        for place in (a, b, c):
+            if place % 8 or self.cuda.memory_at(place, 8 * count, "addresses of matrices") is None:
+                self.cuda.refuse("cublasGemmBatchedEx: addresses of matrices are no memory of a device")
+                return 13
+        if any(distance < max(1, rows) for (rows, _), _, distance in sides):
+            self.cuda.refuse("cublasGemmBatchedEx: columns are longer than their distance")
+            return 7
+        if self.batch_status:
+            return self.batch_status
+        factors = alpha.value, beta.value
+
+        def multiply() -> None:
+            lists = [(ctypes.c_uint64 * count).from_address(place) for place in (a, b, c)]
+            for places in zip(*lists, strict=True):
+                whole = []
+                for place, (shape, kind, distance) in zip(places, sides, strict=True):
+                    nbytes = (distance * (shape[1] - 1) + shape[0]) * _TYPES[kind].itemsize
+                    if place % 16 or distance * _TYPES[kind].itemsize % 16 or self.cuda.memory_at(place, nbytes, "a matrix") is None:
+                        self.cuda.refuse(f"cublasGemmBatchedEx: {place:#x} is not aligned to 16 bytes, as are its columns, or no memory of a device")
+                        return
+                    whole.append((place, shape, kind, distance))
+                self._multiply(whole, opa, opb, *factors)
+
+        read = [Access(place, 8 * count, False) for place in (a, b, c)]
+        self.cuda.submit(handle.stream, "products", [*read, Access(*handle.workspace, True)], multiply)
         return 0
 
     def _wrong(self, handle: _Handle, opa: int, opb: int, m: int, n: int, k: int, kinds: tuple[int, int, int], compute: int, algorithm: int) -> str:

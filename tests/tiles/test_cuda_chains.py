@@ -17,11 +17,14 @@ from tiles.emission import codelet
 from tiles.kernels.catalog import kernel, operations, register
 from tiles.kernels.cuda import tables
 from tiles.kernels.cuda.tables import head_scratch_nbytes
+from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import Head
 from tiles.kernels.registry import registered_chains
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 Call = tuple[list[np.ndarray], dict[str, Any]]
+SIZE: Final = 64
+"""Features of a head, for which tensor cores compute attention in bf16."""
 NAMES: Final = {kernel(op, "cuda"): op for op in operations("cuda")}
 CHAINS: Final = {" + ".join(NAMES[one] for one in chain.kernels): chain for one in NAMES for chain in registered_chains(one)}
 
@@ -45,6 +48,14 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
     tiles: Mapping[str, Sequence[np.ndarray]] = {
         "activation_backward": [x, y, z],
         "add": [x, y, z],
+        "attention_backward": [
+            *(short(1, rows, SIZE) for _ in range(4)),
+            make.positive(1, 1, rows) * 5,
+            make(1, 1, rows),
+            *(short(1, rows, SIZE) for _ in range(3)),
+            np.zeros(8, np.uint8),
+        ],
+        "attention_delta": [short(1, rows, SIZE), short(1, rows, SIZE), make(1, 1, rows)],
         "column_sums": [x, make(width)],
         "dropout": [x, np.array([1, 2], np.uint64), y],
         "head_backward": [x, short(21, width), ids, mean, y, short(21, width).astype(np.float32), room],
@@ -57,6 +68,13 @@ def call(op: str, make: Maker, rows: int, width: int, dtype: Any) -> Call:
     }
     constants = {
         "activation_backward": {"kind": "gelu_new"},
+        "attention_backward": {
+            "at": Pair(SIZE, SIZE**-0.5, True, 0, 0, 0, 0, 1, rows, num_keys=rows),
+            "stored": False,
+            "first_k": True,
+            "first_q": True,
+        },
+        "attention_delta": {"head_size": SIZE},
         "column_sums": {"accumulate": True},
         "dropout": {"p": 0.3, "stream": 4, "shape": (2 * rows, 2 * width), "origin": (rows, width)},
         "head_backward": {"num_c": 1, "v_start": 0, "scale": 0.1, "first": True, "accumulate": True},
@@ -74,6 +92,8 @@ def linked(chain: KernelChain, rows: int, width: int, dtype: Any) -> list[Call]:
     calls = [call(NAMES[one], make, rows, width, dtype) for one in chain.kernels]
     for link in chain.links:
         calls[link.reader][0][link.argument] = calls[link.writer][0][link.result]
+    if chain.kernels[0] is kernel("attention_delta", "cuda"):
+        calls[1][0][3] = calls[0][0][1]
     if chain.kernels[0] is kernel("head_forward", "cuda"):
         calls[1][0][0] = calls[0][0][2]
         calls[2][0][:3] = calls[0][0][:3]
@@ -132,12 +152,13 @@ def test_a_head_with_weights_of_its_own_is_computed_pass_by_pass(has_copy: bool,
 
 
 def test_what_is_chained() -> None:
-    """Sums before norms and before their gradients; gradients of biases with what makes their slopes; both passes of a head."""
+    """Sums before norms and before their gradients; gradients of biases with what makes their slopes; both passes of a head; delta of attention."""
     norms = {"layer_norm", "rms_norm"}
     expected = {f"add + {norm}" for norm in norms}
     expected |= {f"{ops} + {norm}_backward" for norm in norms for ops in ("add", "add + add")}
     expected |= {f"{ops}layer_norm_backward + column_sums" for ops in ("", "add + ", "add + add + ")}
-    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "dropout + column_sums", "head_forward + head_finish + head_backward"}
+    expected |= {"attention_delta + attention_backward", "head_forward + head_finish + head_backward"}
+    assert CHAINS.keys() == expected | {"activation_backward + column_sums", "dropout + column_sums"}
 
 
 @pytest.mark.usefixtures("own_kernels")

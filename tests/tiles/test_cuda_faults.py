@@ -30,6 +30,7 @@ from scheduler.storage.device import DeviceArena, PinnedRange
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda import device, epilogues, launch, products
 from tiles.kernels.cuda.array import DeviceArray
+from tiles.kernels.cuda.batches import Batches
 from tiles.kernels.cuda.device import CudaDevice
 from tiles.kernels.cuda.epilogues import CublasLt
 from tiles.kernels.cuda.launch import Arguments, KernelSource
@@ -174,12 +175,27 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
     "wrong type of elements": (replaced(products, "TYPES", lambda inner: {**inner, BF16: 2}), short, r"has the types \(2, 2"),
     "wrong type of sums": (replaced(products, "_FP32", lambda inner: 64), step, "got 64"),
     "sums rounded in between": (replaced(products, "_SUMS_IN_FP32", lambda inner: 0), step, "rounded in between"),
-    "a product that leaves out its bias": (replaced(epilogues, "_EPILOGUE_BIAS", lambda inner: 1), step, "epilogue 1 of types"),
+    "a product that leaves out its bias": (replaced(device, "BIAS", lambda inner: inner._replace(number=1)), step, "epilogue 1 of types"),
     "parts of a biased product rounded in between": (replaced(epilogues, "_SUMS_IN_FP32", lambda inner: 7), step, "in another type than its sums"),
     "the bias of a plan": (
-        replaced(CublasLt, "_start", lambda inner: lambda blas, plan, product, bias, stream: inner(blas, plan, product, product.a, stream)),
+        replaced(
+            CublasLt,
+            "_start",
+            lambda inner: lambda blas, plan, product, epilogue, operand, stream: inner(blas, plan, product, epilogue, product.a, stream),
+        ),
         step,
         "",
+    ),
+    "no distance of the operand of GELU": (replaced(epilogues, "_AUX_DISTANCE", lambda inner: 13), short, "attribute 13 of a product"),
+    "factors of a batch in the other order": (
+        replaced(Batches, "_entry", lambda inner: lambda batches, a, b, c, captures: inner(batches, b, a, c, captures)),
+        step,
+        "",
+    ),
+    "a batch that reads behind its addresses": (
+        replaced(Batches, "_entry", lambda inner: lambda batches, *given: inner(batches, *given).at(np.uint64, 3, 4)),
+        step,
+        "no memory of a device",
     ),
     "an address that is not aligned": (replaced(KernelSource, "start", _moved(2)), step, "is read in units of"),
     "an address behind the memory": (replaced(KernelSource, "start", _moved(1 << 40)), step, "points to no memory of a device"),

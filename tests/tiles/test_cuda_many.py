@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cuda_cases import BF16, arguments
+from support.cuda_cases import BF16, ONLY_FLOATS, arguments
 from support.cuda_emulator import COMPILER, Emulator, on_device
 from support.kernel_cases import CASES, Maker
 
@@ -45,13 +45,13 @@ def check(op: str, tasks: list[Task]) -> None:
 
 def test_what_starts_together() -> None:
     """Updates, their norm, and gradients of biases."""
-    assert MANY == ["adam", "column_sums", "sum_squares"]
+    assert MANY == ["adam", "column_sums", "sum_scalars", "sum_squares"]
 
 
 @pytest.mark.parametrize("op", MANY)
 def test_cases_of_two_types_at_once(op: str, emulator: Emulator) -> None:
     """All cases of the operation, in fp32 and bf16, some of them twice."""
-    kinds = [(number, short) for number in range(len(CASES[op])) for short in (False, True, False)]
+    kinds = [(number, short) for number in range(len(CASES[op])) for short in (False, op not in ONLY_FLOATS, False)]
     check(op, [arguments(op, number, short) for number, short in kinds])
 
 
@@ -61,6 +61,8 @@ def test_more_tiles_than_one_start_takes(emulator: Emulator) -> None:
     check("sum_squares", [([make(1 + 531 * number), np.zeros(1)], {}) for number in range(MOST_TILES + 3)])
     check("column_sums", [([make(9, 1 + number), make(1 + number)], {"accumulate": number % 2 == 0}) for number in range(MOST_TILES + 3)])
     check("column_sums", [([make(200 + number, 12), make(12)], {"accumulate": number % 2 == 0}) for number in range(40)])
+    counts = (1, 400, 3, 384, 2, *[12] * 40)
+    check("sum_scalars", [([*(make(1).astype(np.float64) for _ in range(count)), np.zeros(1)], {}) for count in counts])
     numbers = {"decoupled": True, "max_norm": 1.0, "clip": True, "master": True}
     hyper = np.array([[1e-3, 0.1, 0.001, 0.9, 0.999, 1e-8, decay, 0.0] for decay in (0.0, 0.1)])
     norm, tasks = np.array([4.0]), []

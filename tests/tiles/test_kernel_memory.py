@@ -430,6 +430,9 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "layer_norm": [lambda m: ([m.tile(), m.row(), m.row(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],
     "layer_norm_backward": [lambda m, r=r: _norm_backward(m, False, r) for r in (False, True)],
     "linear_activation": [lambda m: ([*_linear(m), m.tile()], {"kind": "gelu_new", "trans_b": False, "accumulate": False})],
+    "linear_activation_backward": [
+        lambda m: ([m.tile(), m(m.columns, 64), m(1, m.rows, 64), m(1, m.rows, 64)], {"kind": "gelu_new", "trans_b": False})
+    ],
     "linear_bias": [
         lambda m: (_linear(m), {"trans_b": False}),
         lambda m: ([m.tile(), m(m.columns, 64), m(64), m(1, m.rows, 64)], {"trans_b": False}),
@@ -437,6 +440,12 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "matmul": [
         *(lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)),
         *(lambda m, b=b: _deep_product(m, b) for b in (False, True)),
+    ],
+    "matmuls": [
+        lambda m: (
+            [m.tile(), m(1, m.rows, 64), m(1, m.rows, 64), m(m.columns, 64), m(m.columns, 64)],
+            {"num_a": 1, "num_b": 2, "trans_a": True, "trans_b": False, "accumulate": True},
+        ),
     ],
     "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
     "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],

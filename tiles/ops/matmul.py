@@ -9,6 +9,7 @@ and `linear_backward_input` may be quantised.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.quantised import panel_scratch_nbytes
+from ..kernels.registry import BF16, own_activation
 from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from . import elementwise
@@ -88,6 +90,24 @@ def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str
         accesses += [(pre[*row, n], chained(last)), (y[*row, n], W)]
         emit(x.runtime, "linear_activation", accesses, kind=kind, trans_b=transpose_w, accumulate=last > 0)
     return pre, y
+
+
+def has_slope_in_product(w: TileTensor, kind: str, *, transpose_w: bool = False) -> bool:
+    """Return whether `linear_backward_activation` gives the gradient of an activation that op(w) multiplies.
+
+    GPUs compute that of GELU by tanh in bf16. This depends on tiles and types alone, because the gradient is rounded once instead of twice.
+    """
+    is_known = kind == "gelu_new" and own_activation(kind) is None and w.runtime.has_gpus
+    return is_known and w.dtype == BF16 and w.grid[0 if transpose_w else 1] == 1 and not isinstance(w, QuantisedTensor)
+
+
+def linear_backward_activation(dy: TileTensor, w: TileTensor, pre: TileTensor, kind: str, *, transpose_w: bool = False) -> TileTensor:
+    """dpre = dy @ op(w)^T * activation'(pre)  # (..., N) @ (N, K) -> (..., K), where `has_slope_in_product`."""
+    dpre = _linear_output(dy, w, None, not transpose_w)
+    for row, k in itertools.product(leading(dy), range(dpre.grid[-1])):
+        factors: list[Access] = [(dy[*row, 0], R), (w[(0, k) if transpose_w else (k, 0)], R), (pre[*row, k], R)]
+        emit(dy.runtime, "linear_activation_backward", [*factors, (dpre[*row, k], W)], kind=kind, trans_b=not transpose_w)
+    return dpre
 
 
 def _linear_output(x: TileTensor, w: TileTensor, bias: TileTensor | None, transpose_w: bool) -> TileTensor:
@@ -165,6 +185,32 @@ def linear_backward_weight(x: TileTensor, dy: TileTensor, dw: TileTensor, *, tra
     for row in leading(x):
         for i, j in itertools.product(*map(range, dw.grid)):
             emit(x.runtime, "matmul", [(a[*row, i], R), (b[*row, j], R), (dw[i, j], REDUX)], **constants)
+
+
+def multiplied_together(x: TileTensor, ws: Sequence[TileTensor]) -> list[list[int]]:
+    """Return groups of weights by which `x` is multiplied, by number: those of one shape and tiling if GPUs compute, else each by itself.
+
+    GPUs compute the gradients of a group in one launch, where a single one leaves multiprocessors idle. On CPUs, one task for each weight keeps
+    more workers busy.
+    """
+    is_alone = not x.runtime.has_gpus or any(isinstance(w, QuantisedTensor) for w in ws)
+    groups: dict[Any, list[int]] = {}
+    for number, w in enumerate(ws):
+        groups.setdefault(number if is_alone else (w.shape, w.tile, w.dtype), []).append(number)
+    return [*groups.values()]
+
+
+def linear_backward_weights(x: TileTensor, dys: Sequence[TileTensor], dws: Sequence[TileTensor], *, transpose_w: bool = False) -> None:
+    """Contribute to the gradients of a group of weights as `linear_backward_weight` does, with one task for all weights."""
+    lefts, rights = (dys, [x]) if transpose_w else ([x], dys)
+    constants: dict[str, Any] = {"num_a": len(lefts), "num_b": len(rights), "trans_a": True, "trans_b": False}
+    for left, right, dw in zip(itertools.cycle(lefts), itertools.cycle(rights), dws, strict=False):
+        same_axis(left, len(left.shape) - 1, dw, 0)
+        same_axis(right, len(right.shape) - 1, dw, 1)
+    for row in leading(x):
+        for i, j in itertools.product(*map(range, dws[0].grid)):
+            factors: list[Access] = [*((a[*row, i], R) for a in lefts), *((b[*row, j], R) for b in rights)]
+            emit(x.runtime, "matmuls", [*factors, *((dw[i, j], REDUX) for dw in dws)], **constants)
 
 
 def linear_backward_bias(dy: TileTensor, db: TileTensor) -> None:

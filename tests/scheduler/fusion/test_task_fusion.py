@@ -24,6 +24,7 @@ from scheduler.drivers import cuda
 from scheduler.drivers.gpu import NUM_STARTED, Flow
 from scheduler.execution.trace import Trace
 from scheduler.fusion.fused_tasks import MOST_GRAPHS, FusedKernels, Launch, Member, ScratchView, by_size, packed
+from scheduler.fusion.launches import launches
 from scheduler.fusion.task_fusion import fuse, fuse_if_it_fits
 from scheduler.planning.device_share import largest_device_bytes
 from scheduler.planning.evaluation import PlannedOrder
@@ -336,6 +337,21 @@ def test_tasks_that_start_together() -> None:
     memory = {"gpu_memory": 256 * PAGE, "ram": 512 * PAGE}
     assert run(Runtime(0, gpus=gpus(1, 3), **memory), codelet) == run(Runtime(0, gpus=gpus(1, 4), graphs=False, **memory), MIX)
     assert set(starts) == {2, 3}
+
+
+def test_a_start_moves_once() -> None:
+    """It waits for a task that depends on others since, if it is in nobody's way, but not for one after another: its data stays allocated."""
+    many = replace(MIX, cuda_many=lambda tasks: None)
+
+    def emit(runtime: CapturingRuntime, kept: list[Any]) -> None:
+        for number in range(4):
+            slope, total = (runtime.handle(PAGE, Numbers(), name=f"{name} {number}") for name in ("slope", "total"))
+            runtime.submit(FILL, [(slope, W)], {"value": 1.0})
+            runtime.submit(FILL, [(total, W)], {"value": 0.0})
+            runtime.submit(many, [(total, "RW"), (slope, R)], {"salt": number})
+
+    found = [list(start.positions) for start in launches(capture(emit), 0, 12)]
+    assert found == [[0], [1], [3], [4], [2, 5], [6], [7], [9], [10], [8, 11]]
 
 
 def test_tasks_that_share_scratch_memory_start_apart() -> None:

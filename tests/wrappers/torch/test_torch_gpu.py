@@ -106,6 +106,28 @@ def test_buffers_that_change_stay_on_the_device() -> None:
     assert int(found["1.num_batches_tracked"]) == 6
 
 
+def test_float16_is_frozen_or_refused() -> None:
+    """Gradients of fp16 would need a scaled loss, so learnt parameters of it are refused with a remedy; frozen ones compute what the CPU does."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).half()
+    batches = [{"input": torch.randn(16, 32).half()}] * 3
+    terms: dict[str, Any] = {"loss": lambda result, batch: result.float().square().mean()}
+    with pytest.raises(UsageError, match=r"0\.weight is of type torch\.float16, and GPUs update parameters .*; convert the module, freeze it"):
+        train(module, batches, ngpu=1, gpu_memory="16MB", **terms)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    scale = torch.nn.Linear(8, 8)
+    module = torch.nn.Sequential(module, _ToFloat(), scale)
+    expected, _, _ = train(module, batches, workers=1, **terms)
+    assert train(module, batches, ngpu=1, gpu_memory="16MB", **terms)[0] == pytest.approx(expected, rel=1e-3)
+    assert expected[-1] < expected[0]
+
+
+class _ToFloat(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
 def test_bfloat16_trains() -> None:
     """Parameters of bf16 with gradients, moments and masters of fp32: the CPU's losses within the rounding of bf16, equal bits in less memory."""
     torch.manual_seed(0)

@@ -13,8 +13,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..reference.matmul import products_of
 from ..registry import register
-from .activation import activate_into
+from .activation import activate_into, activation_backward
 from .blas import gemm
 from .elementwise import WORK_BYTES, cut, row_blocks, single
 
@@ -62,6 +63,18 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
         _product(a, b, out, trans_b=trans_b, accumulate=accumulate)
         return
     gemm(rows(a), rows(b), rows(out), trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
+
+
+def _flops_of_all(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    """Return the flops of several products."""
+    return sum(_flops([a, b], constants) for a, b, _ in products_of(views, constants["num_a"], constants["num_b"]))
+
+
+@register("matmuls", "cpu", flops=_flops_of_all, is_bounded=True)
+def matmuls(*tiles: Array, num_a: int, num_b: int, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+    """out (+)= op(a) @ op(b) over rows, for each of several products of one shape."""
+    for a, b, out in products_of(tiles, num_a, num_b):
+        matmul(a, b, out, trans_a=trans_a, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
 
 
 PANEL: Final = 192
@@ -114,6 +127,13 @@ def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool
         out[...] = bias[0]
     _product(x, w, pre, trans_b=trans_b, accumulate=accumulate or bool(bias))
     activate_into(pre, y, kind)
+
+
+@register("linear_activation_backward", "cpu", flops=_flops)
+def linear_activation_backward(dy: Array, w: Array, pre: Array, dpre: Array, *, kind: str, trans_b: bool) -> None:
+    """dpre = dy @ op(w) * activation'(pre)  # (R, N) @ (N, K) -> (R, K)."""
+    _product(dy, w, dpre, trans_b=trans_b, accumulate=False)
+    activation_backward(pre, dpre, dpre, kind=kind)
 
 
 @register("column_sums", "cpu")

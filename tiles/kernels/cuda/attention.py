@@ -154,20 +154,27 @@ def attention_backward(
     first_k: bool,
     first_q: bool,
     accumulate: bool | None = None,
+    o: DeviceArray | None = None,
 ) -> None:
-    """Compute the contribution of one pair to dq, dk, dv, and to the gradient of a bias. The reference describes the arguments."""
+    """Compute the contribution of one pair to dq, dk, dv, and to the gradient of a bias. The reference describes the arguments.
+
+    With the attention's result `o`, delta is computed as well.
+    """
     *extra, scratch = rest
     more = optional_tiles(extra, at, has_dtable=accumulate is not None)
     key = more.key
     pair, size = _pair_of(q, k, at, more, scratch), at.head_size
     either = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
+    takes_flash = not stored and _takes_flash(at, q, k, v, do, dq, dk, dv)
+    if o is not None and not takes_flash:
+        attention_delta(o, do, delta, head_size=size)
     if more.dtable is not None:
         _add_to_table(either, key, pair, at, more.dtable, scratch, bool(accumulate))
-    if not stored and _takes_flash(at, q, k, v, do, dq, dk, dv):
-        inputs = (q, k, v, do, kept, delta)
-        _start_flash("flash_dq", 8192 // size, q, at, more, *inputs, dq, key, pair, np.int32(first_k), num_own=2)
+    if takes_flash:
+        inputs = (q, k, v, do, kept)
+        _start_flash("flash_dq", 8192 // size, q, at, more, *inputs, o, delta, dq, key, pair, np.int32(first_k), num_own=2)
         numbers = (key, pair, np.int32(first_q))
-        _start_flash("flash_dkv", 8192 // size, k, at, more, *inputs, dk, dv, *numbers, num_own=2, num_floats=2)
+        _start_flash("flash_dkv", 8192 // size, k, at, more, *inputs, delta, dk, dv, *numbers, num_own=2, num_floats=2)
         return
     shared = 4 * (5 * QUERIES * size + 2 * QUERIES * KEYS)
     grid = (-(-q.shape[1] // QUERIES), q.shape[2] // size, q.shape[0])
@@ -234,8 +241,7 @@ def whole_attention_backward(
     if may_take(q, k, at.head_size) and device().whole_attention(shape, q, k, v, o, lse, do, dq, dk, dv):
         return
     delta = scratch.at(_FLOAT, *lse.shape)
-    attention_delta(o, do, delta, head_size=at.head_size)
-    attention_backward(q, k, v, do, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
+    attention_backward(q, k, v, do, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True, o=o)
 
 
 @register("attention_scores", "cuda")

@@ -11,6 +11,7 @@ from functools import partial
 from scheduler.machine import KernelChain, Link
 
 from ..registry import register_chain
+from .attention import attention_backward, attention_delta
 from .elementwise import activation_backward, activation_sums, add, column_sums
 from .many import Task
 from .norm import layer_norm, layer_norm_backward, residual_layer_norm, residual_rms_norm, rms_norm, rms_norm_backward
@@ -52,6 +53,16 @@ def _dropout_and_sums(tasks: Sequence[Task]) -> None:
     dropout_sums(x, key, y, total, **constants, accumulate=flags["accumulate"])
 
 
+def _delta_and_backward(tasks: Sequence[Task]) -> None:
+    """delta = row sums of do * o; gradients of attention with the first keys."""
+    ((o, do, delta), sizes), (tiles, constants) = tasks
+    if tiles[3] == do:
+        attention_backward(*tiles, **constants, o=o)
+    else:
+        attention_delta(o, do, delta, **sizes)
+        attention_backward(*tiles, **constants)
+
+
 for _before in (2, 1, 0):
     _sums = tuple(Link(number, 2, number + 1, 0 if number + 1 < _before else 4, is_private=True) for number in range(_before))
     _columns = Link(_before, -3, _before + 1, 0)
@@ -67,4 +78,5 @@ for _norm, _residual, _backward, _dy in (
     register_chain(KernelChain((add, add, _backward), _sums, _gradients))
     register_chain(KernelChain((add, _backward), (Link(0, 2, 1, _dy, is_private=True),), _gradients))
 register_chain(KernelChain((activation_backward, column_sums), (Link(0, 2, 1, 0),), _activation_and_sums))
+register_chain(KernelChain((attention_delta, attention_backward), (Link(0, 2, 1, 5),), _delta_and_backward))
 register_chain(KernelChain((dropout, column_sums), (Link(0, 2, 1, 0),), _dropout_and_sums))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Final, TypeVar
 
@@ -14,9 +14,10 @@ from scheduler.drivers import NOT_READY, NUM_STARTED, CupyGpu, CupyGraph, CupySt
 
 from ..registry import BF16
 from .array import DeviceArray
+from .batches import TABLE_NBYTES, Batches
 from .compiling import KernelBuildError, build
-from .epilogues import CublasLt
-from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
+from .epilogues import BIAS, GELU_SLOPE, CublasLt
+from .launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, WholeShape
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
@@ -55,13 +56,15 @@ class CudaDevice(CupyGpu):
         self._allowed: set[int] = set()
         self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
         self._partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
+        self._arrivals = self._zeros(ARRIVALS_NBYTES)
         self._spare: int | None = self.reserve(SPARE_NBYTES)
         self._local = threading.local()
         self.products_flops = 0.0
         workspace = self.reserve(WORKSPACE_NBYTES)
         with self.visit():  # a handle belongs to the device that is current when it is created
             self._blas = Cublas(workspace, tf32=tf32)
-            self._biased = CublasLt(self._blas, workspace)
+            self._products = CublasLt(self._blas, workspace)
+        self._batches = Batches(self._blas, self.reserve(TABLE_NBYTES))
         self._attention: LibraryAttention | None = None
 
     def open_attention(self, report: Callable[[str], None] = lambda sentence: None) -> None:
@@ -112,6 +115,21 @@ class CudaDevice(CupyGpu):
         """Memory for the partial sums of one kernel at a time."""
         return self._partials
 
+    @property
+    def arrivals(self) -> DeviceArray:
+        """Counters of blocks, 0 between kernels."""
+        return self._arrivals
+
+    def _zeros(self, nbytes: int) -> DeviceArray:
+        """Return new memory full of zeros."""
+        zeros, stream, event = np.zeros(nbytes, np.uint8), self.stream(), self.event()
+        array = DeviceArray(self.reserve(nbytes), zeros.shape, zeros.dtype)
+        with self.visit():
+            stream.copy(array.address, zeros.ctypes.data, nbytes)
+            stream.record(event)
+            event.wait()
+        return array
+
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel."""
         function = self._functions.get((source, element, kernel))
@@ -135,11 +153,25 @@ class CudaDevice(CupyGpu):
         except RuntimeError as error:
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
 
+    def gemms(self, products: Sequence[Product], *, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+        """Start several products of one shape and type, as `launch.Device` describes."""
+        whole = [column_major(*product, trans_a=trans_a, trans_b=trans_b) for product in products]
+        self.num_started += 1
+        if not self._try(lambda: self._batches.multiply(whole, accumulate, captures=getattr(self._local, "captures", False))):
+            for product in products:
+                self.gemm(*product, trans_a=trans_a, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
+
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         """out = a @ op(b) + bias by cuBLASLt, as `launch.Device` describes."""
         product = column_major(a, b, out, trans_a=False, trans_b=trans_b)
         self.num_started += 1
-        return self._try(lambda: self._biased.multiply(product, bias, self._local.stream))
+        return self._try(lambda: self._products.multiply(product, BIAS, bias, self._local.stream))
+
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """out = a @ op(b) * gelu'(x) by cuBLASLt, as `launch.Device` describes."""
+        product = column_major(a, b, out, trans_a=False, trans_b=trans_b)
+        self.num_started += 1
+        return self._try(lambda: self._products.multiply(product, GELU_SLOPE, x, self._local.stream))
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let another library put kernels on the stream of the calling thread.
@@ -197,7 +229,7 @@ class CudaDevice(CupyGpu):
         try:
             with self.visit(), ExitStack() as libraries:
                 libraries.callback(self._blas.close)
-                libraries.callback(self._biased.close)
+                libraries.callback(self._products.close)
                 if self._attention is not None:
                     libraries.callback(self._attention.close)
         finally:

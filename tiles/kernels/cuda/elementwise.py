@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..reference.matmul import products_of
 from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device
-from .many import SUMS_NBYTES, Row, Task, by_type, filled, groups_of, pieces_of, table
+from .launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, THREADS, KernelSource, device
+from .many import SUMS_NBYTES, Task, by_type, filled, groups_of, pieces_of, table
 
 _source = KernelSource("elementwise")
 _FLOAT: Final = np.dtype(np.float32)
@@ -178,7 +179,7 @@ def column_sums(dy: DeviceArray, db: DeviceArray, *, accumulate: bool) -> None:
 
 @register_many(column_sums)
 def column_sums_many(tasks: Sequence[Task]) -> None:
-    """Compute `column_sums` for several tiles, with one launch per element type for pieces of rows, and one for the sums of pieces."""
+    """Compute `column_sums` for several tiles, with one launch per element type, as far as the memory for partial sums suffices."""
     most = PARTIALS_NBYTES // SUMS_NBYTES
     for alike in by_type(tasks):
         for first in range(0, len(alike), most):
@@ -195,15 +196,15 @@ def _column_sums(tiles: Sequence[tuple[DeviceArray, DeviceArray]], flags: Sequen
     numbers = {"widths": widths, "accumulate": flags, "pieces": pieces, "wide": [is_wide for _, is_wide in groups]}
     blocks = [count * number for count, (number, _) in zip(pieces, groups, strict=True)]
     element = tiles[0][0].dtype
-    _source.start("column_sums", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * 4 * THREADS)
-    _add_pieces(element, rows, numbers)
+    given: Any = filled(_COLUMNS, rows, blocks, **numbers)
+    _source.start("column_sums", element, given, arrivals(sum(blocks)), grid=(sum(blocks), 1, 1), shared=4 * 4 * THREADS)
 
 
-def _add_pieces(element: np.dtype[Any], rows: Sequence[Row], numbers: Mapping[str, Sequence[int]]) -> None:
-    """total (+)= the sums of all pieces of rows, for each row (x, total, partial) of a table whose `x` has several pieces."""
-    blocks = [-(-width // 32) if count > 1 else 0 for width, count in zip(numbers["widths"], numbers["pieces"], strict=True)]
-    if any(blocks):
-        _source.start("column_sums_of_pieces", element, filled(_COLUMNS, rows, blocks, **numbers), grid=(sum(blocks), 1, 1), shared=4 * THREADS)
+def arrivals(count: int) -> DeviceArray:
+    """Return a kernel's counters of blocks, which are 0 before and after it."""
+    if 4 * count > ARRIVALS_NBYTES:
+        raise ValueError(f"sums of columns take {ARRIVALS_NBYTES // 4:,} blocks at most, got {count:,}; use smaller tiles")
+    return device().arrivals.at(np.uint32, count)
 
 
 def activation_sums(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, total: DeviceArray, *, kind: str, accumulate: bool) -> None:
@@ -214,19 +215,19 @@ def activation_sums(x: DeviceArray, dy: DeviceArray, dx: DeviceArray, total: Dev
 def start_with_sums(
     source: KernelSource, kernel: str, arrays: Sequence[DeviceArray], y: DeviceArray, total: DeviceArray, numbers: Sequence[Any], *, accumulate: bool
 ) -> None:
-    """Start a kernel that writes y and sums its columns in pieces of rows, and then add the pieces to `total`, or overwrite it.
+    """Start a kernel that writes y and sums its columns in pieces of rows, which it adds to `total` in the end, or overwrites it with their sum.
 
     Args:
         arrays: first arguments of the kernel, before partial sums and total; it reads four columns at a time if all of them allow that.
-        numbers: arguments between the total and the sizes.
+        numbers: arguments between the sums and the sizes.
     """
     width = y.shape[-1]
     num_rows = y.size // width
     pieces, (groups, is_wide) = pieces_of(num_rows, width), groups_of(width, *arrays)
     partial = device().partials.at(_FLOAT, pieces, width)
     sizes = (np.int32(num_rows), np.int32(width), np.int32(accumulate), np.int32(is_wide))
-    source.start(kernel, y.dtype, *arrays, partial, total, *numbers, *sizes, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
-    _add_pieces(y.dtype, [(y, total, partial)], {"widths": [width], "accumulate": [accumulate], "pieces": [pieces], "wide": [is_wide]})
+    sums = (partial, total, arrivals(groups))
+    source.start(kernel, y.dtype, *arrays, *sums, *numbers, *sizes, grid=(groups, pieces, 1), shared=4 * 4 * THREADS)
 
 
 @register("select_rows", "cuda")
@@ -246,6 +247,13 @@ def gather_rows(source: DeviceArray, rows: DeviceArray, out: DeviceArray, *, sta
 def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
     """out (+)= alpha * op(a) @ op(b) over rows."""
     device().gemm(a.rows(), b.rows(), out.rows(), trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
+
+
+@register("matmuls", "cuda")
+def matmuls(*tiles: DeviceArray, num_a: int, num_b: int, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+    """out (+)= op(a) @ op(b) over rows, for each of several products of one shape, in one launch if cuBLAS has it."""
+    products = [(a.rows(), b.rows(), out.rows()) for a, b, out in products_of(tiles, num_a, num_b)]
+    device().gemms(products, trans_a=trans_a, trans_b=trans_b, accumulate=accumulate)
 
 
 def _gram_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
@@ -289,6 +297,16 @@ def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, tra
     *bias, pre, y = rest
     product_with_bias(x, w, bias[0] if bias else None, pre, trans_b=trans_b, accumulate=accumulate)
     activation(pre, y, kind=kind)
+
+
+@register("linear_activation_backward", "cuda")
+def linear_activation_backward(dy: DeviceArray, w: DeviceArray, pre: DeviceArray, dpre: DeviceArray, *, kind: str, trans_b: bool) -> None:
+    """dpre = dy @ op(w) * activation'(pre); rounded once where cuBLASLt has such a product, else before the multiplication as well."""
+    left, out = dy.rows(), dpre.rows()
+    if kind == "gelu_new" and device().gemm_with_gelu_slope(left, w, pre.rows(), out, trans_b=trans_b):
+        return
+    device().gemm(left, w, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+    activation_backward(pre, dpre, dpre, kind=kind)
 
 
 def product_with_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray | None, y: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:

@@ -1,9 +1,9 @@
-"""Products with a bias by cuBLASLt, through its C interface: the bias is added to sums in fp32, which are rounded once.
+"""Products with an epilogue by cuBLASLt, through its C interface: a bias, or the slope of GELU; sums in fp32 are rounded once, after it.
 
 A plan is the algorithm that cuBLASLt's heuristic chooses, cached by sizes, types, strides and alignments. It depends on nothing else, and so do the
-bits of a product. Shapes for which there is no algorithm are refused; the caller then adds the bias by a kernel, which rounds twice.
+bits of a product. Shapes for which there is no algorithm are refused; the caller then has a kernel of its own, which rounds twice.
 
-Attributes and their numbers are those of cublasLt.h since CUDA 11.3. GELU is not computed here: models recompute it from the stored sums.
+Attributes and their numbers are those of cublasLt.h since CUDA 11.3. GELU itself is not computed here: models recompute it from the stored sums.
 """
 
 from __future__ import annotations
@@ -15,23 +15,43 @@ from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 from .array import DeviceArray
-from .products import TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, check, cublas_lt
+from .products import REFUSALS, TYPES, WORKSPACE_NBYTES, ColumnMajor, Cublas, CublasError, check, cublas_lt
 
-_TRANS_A, _TRANS_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
+_TRANS_A, _TRANS_B, _EPILOGUE, _BIAS_POINTER, _AUX_POINTER, _AUX_DISTANCE = 3, 4, 7, 8, 11, 12
 """cublasLtMatmulDescAttributes_t."""
-_EPILOGUE_BIAS: Final = 4
-"""cublasLtEpilogue_t."""
 _MOST_WORKSPACE, _REDUCTIONS, _ALIGNMENT_OF_A = 1, 3, 5
 """cublasLtMatmulPreferenceAttributes_t; alignments of B, C and D follow that of A."""
 _SUMS_IN_FP32: Final = 2
 """CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: parts of a product are added in the type of its sums, and never by atomics."""
-_REFUSALS: Final = (7, 15)
-"""cublasStatus_t: INVALID_VALUE and NOT_SUPPORTED, before anything has been started."""
 _REAL_FP32: Final = 0
 """cudaDataType of the factors of a product."""
 _MOST_ALIGNMENT: Final = 256
 _LEAST_ALIGNMENT: Final = 16
-"""Kernels may read 16 bytes of a bias at a time, whatever its alignment."""
+"""Kernels may read 16 bytes of an operand at a time, whatever its alignment."""
+_AUX_MULTIPLE: Final = 8
+"""Divisor of the distance of columns of GELU's operand (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD)."""
+
+
+class Epilogue(NamedTuple):
+    """An operation on the sums of a product.
+
+    Attributes:
+        number: cublasLtEpilogue_t.
+        pointer: attribute for the address of its operand.
+        name: the product with it, in messages.
+        rest: replacement of a refused product, in messages.
+    """
+
+    number: int
+    pointer: int
+    name: str
+    rest: str
+
+
+BIAS: Final = Epilogue(4, _BIAS_POINTER, "product with a bias", "such biases are added")
+"""C = op(A) @ op(B) + operand, of the length of C's columns."""
+GELU_SLOPE: Final = Epilogue(192, _AUX_POINTER, "product with the slope of GELU", "such slopes are multiplied")
+"""C = op(A) @ op(B) * gelu'(operand), of the shape of C; GELU by tanh."""
 
 
 class Heuristic(ctypes.Structure):
@@ -55,7 +75,7 @@ class _Plan(NamedTuple):
 
 
 class CublasLt:
-    """Products with a bias for one thread.
+    """Products with an epilogue for one thread.
 
     Args:
         blas: cuBLAS on the same stream; its handle is one of cuBLASLt as well.
@@ -67,69 +87,73 @@ class CublasLt:
         self._blas, self._workspace = blas, workspace
         self._plans: dict[tuple[Any, ...], _Plan | None] = {}
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
-        self._has_warned = False
+        self._warned: set[Epilogue] = set()
 
-    def multiply(self, product: ColumnMajor, bias: DeviceArray, stream: int) -> bool:
-        """Start C = op(A) @ op(B) + bias, of the length of C's columns; return whether cuBLASLt computes this shape.
+    def multiply(self, product: ColumnMajor, epilogue: Epilogue, operand: DeviceArray, stream: int) -> bool:
+        """Start a product with an epilogue; return whether cuBLASLt computes this shape.
 
         Raises:
             CublasError: the call failed for another reason.
         """
         sides = product.a, product.b, product.c
-        alignments = tuple(_alignment(array) for array in (*sides, bias))
+        alignments = tuple(_alignment(array) for array in (*sides, operand))
         sizes = product.trans_a, product.trans_b, product.m, product.n, product.k, product.lda, product.ldb, product.ldc
-        key = (*sizes, *alignments, *(array.dtype for array in (*sides, bias)))
+        key = (epilogue, *sizes, *alignments, *(array.dtype for array in (*sides, operand)))
         if key not in self._plans:
-            self._plans[key] = self._plan(product, alignments)
+            self._plans[key] = self._plan(product, epilogue, alignments)
         plan = self._plans[key]
         if plan is not None:
-            if self._start(plan, product, bias, stream):
+            if self._start(plan, product, epilogue, operand, stream):
                 return True
             self._destroy(plan.product, plan.layouts)
         self._plans[key] = None
-        self._warn(product, self._reason(alignments))
+        self._warn(product, epilogue, self._reason(product, epilogue, alignments))
         return False
 
-    def _start(self, plan: _Plan, product: ColumnMajor, bias: DeviceArray, stream: int) -> bool:
+    def _start(self, plan: _Plan, product: ColumnMajor, epilogue: Epilogue, operand: DeviceArray, stream: int) -> bool:
         """Start a planned product; return False if it is refused."""
         a, b, c = plan.layouts
-        self._set(self._library.cublasLtMatmulDescSetAttribute, plan.product, _BIAS_POINTER, ctypes.c_void_p(bias.address))
+        self._set(self._library.cublasLtMatmulDescSetAttribute, plan.product, epilogue.pointer, ctypes.c_void_p(operand.address))
         status = self._library.cublasLtMatmul(
             self._blas.handle, plan.product, ctypes.byref(self._one), product.a.address, a, product.b.address, b, ctypes.byref(self._zero),
             product.c.address, c, product.c.address, c, ctypes.byref(plan.chosen), self._workspace, WORKSPACE_NBYTES, stream,
         )  # fmt: skip
-        if status and status not in _REFUSALS:
+        if status and status not in REFUSALS:
             raise CublasError(status)
         return not status
 
-    def _plan(self, product: ColumnMajor, alignments: tuple[int, ...]) -> _Plan | None:
+    def _plan(self, product: ColumnMajor, epilogue: Epilogue, alignments: tuple[int, ...]) -> _Plan | None:
         """Ask for an algorithm; None if there is none."""
-        if self._reason(alignments):
+        if self._reason(product, epilogue, alignments):
             return None
         with ExitStack() as unused:
-            plan = self._planned(product, alignments, unused)
+            plan = self._planned(product, epilogue, alignments, unused)
             if plan is not None:
                 unused.pop_all()
         return plan
 
-    def _reason(self, alignments: tuple[int, ...]) -> str:
+    def _reason(self, product: ColumnMajor, epilogue: Epilogue, alignments: tuple[int, ...]) -> str:
         """Return why no plan is asked for; "" if one is."""
         if self._library is None:
             return "cuBLASLt was not found"
         if min(alignments) < _LEAST_ALIGNMENT:
             return f"cuBLASLt reads {_LEAST_ALIGNMENT} bytes at a time, and an operand begins at a multiple of {min(alignments)}"
+        if epilogue is GELU_SLOPE and product.m % _AUX_MULTIPLE:
+            return f"cuBLASLt takes the operand of GELU in rows of a multiple of {_AUX_MULTIPLE} numbers, got {product.m}"
         return ""
 
-    def _planned(self, product: ColumnMajor, alignments: tuple[int, ...], unused: ExitStack) -> _Plan | None:
+    def _planned(self, product: ColumnMajor, epilogue: Epilogue, alignments: tuple[int, ...], unused: ExitStack) -> _Plan | None:
         """Describe a product and ask for an algorithm; `unused` gets what ends the descriptions."""
         library = self._library
         described = self._created(library.cublasLtMatmulDescCreate, self._blas.sums[product.a.dtype.itemsize], _REAL_FP32)
         unused.callback(library.cublasLtMatmulDescDestroy, described)
-        # the heuristic reads the alignment of the bias from its address, and nothing there
-        values = {_TRANS_A: product.trans_a, _TRANS_B: product.trans_b, _EPILOGUE: _EPILOGUE_BIAS}
+        values = {_TRANS_A: product.trans_a, _TRANS_B: product.trans_b, _EPILOGUE: epilogue.number}
         for attribute, value in values.items():
             self._set(library.cublasLtMatmulDescSetAttribute, described, attribute, ctypes.c_int(value))
-        self._set(library.cublasLtMatmulDescSetAttribute, described, _BIAS_POINTER, ctypes.c_void_p(alignments[-1]))
+        # the heuristic reads the alignment of the operand from its address, and nothing there
+        self._set(library.cublasLtMatmulDescSetAttribute, described, epilogue.pointer, ctypes.c_void_p(alignments[-1]))
+        if epilogue is GELU_SLOPE:
+            self._set(library.cublasLtMatmulDescSetAttribute, described, _AUX_DISTANCE, ctypes.c_int64(product.m))
         m, n, k = product.m, product.n, product.k
         shapes = (
             (product.a, (k, m) if product.trans_a else (m, k), product.lda),
@@ -158,7 +182,7 @@ class CublasLt:
             )
         finally:
             check(library.cublasLtMatmulPreferenceDestroy(preference))
-        if status not in (0, *_REFUSALS):
+        if status not in (0, *REFUSALS):
             raise CublasError(status)
         return None if status or count.value == 0 or chosen.state else chosen
 
@@ -185,13 +209,13 @@ class CublasLt:
     def _set(function: Any, described: ctypes.c_void_p, attribute: int, value: Any) -> None:
         check(function(described, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
-    def _warn(self, product: ColumnMajor, reason: str) -> None:
-        """Warn at the first refusal."""
-        if not self._has_warned:
-            self._has_warned = True
+    def _warn(self, product: ColumnMajor, epilogue: Epilogue, reason: str) -> None:
+        """Warn at the first refusal of an epilogue."""
+        if epilogue not in self._warned:
+            self._warned.add(epilogue)
             shape = f"{product.n} rows of {product.k} numbers by {product.m} columns of {product.a.dtype}"
-            fact = reason or f"cuBLASLt has no product with a bias for {shape}"
-            warnings.warn(f"{fact}; such biases are added by a kernel of their own, which takes longer", RuntimeWarning, stacklevel=2)
+            fact = reason or f"cuBLASLt has no {epilogue.name} for {shape}"
+            warnings.warn(f"{fact}; {epilogue.rest} by a kernel of their own, which takes longer", RuntimeWarning, stacklevel=2)
 
 
 def _alignment(array: DeviceArray) -> int:

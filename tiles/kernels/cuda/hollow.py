@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from .array import DeviceArray
-from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
+from .launch import ARRIVALS_NBYTES, PARTIALS_NBYTES, Arguments, Product, StreamPointer, use
 from .library_attention import WholeShape
 from .products import column_major
 
@@ -88,6 +88,7 @@ class HollowGpu:
         self._captured: Counter[str] | None = None
         self._functions: dict[tuple[str, str, str], str] = {}
         self.partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
+        self.arrivals = DeviceArray(self.reserve(ARRIVALS_NBYTES), (ARRIVALS_NBYTES,), np.dtype(np.uint8))
 
     def reserve(self, nbytes: int) -> int:
         """Return the address of some memory."""
@@ -142,7 +143,18 @@ class HollowGpu:
         column_major(a, b, out, **{name: value for name, value in options.items() if name not in ("alpha", "accumulate")})
         self._count("product")
 
+    def gemms(self, products: Sequence[Product], *, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+        """Count one product, after computing the arguments of all."""
+        for a, b, out in products:
+            column_major(a, b, out, trans_a=trans_a, trans_b=trans_b)
+        self._count("product")
+
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Count a product, whatever its shape."""
+        self.gemm(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+        return True
+
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         """Count a product, whatever its shape."""
         self.gemm(a, b, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
         return True

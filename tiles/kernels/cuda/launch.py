@@ -34,8 +34,12 @@ MOST_BLOCKS_ASIDE: Final = 65535
 PARTIALS_NBYTES: Final = 10 << 20
 """Memory of a device for the partial sums of one kernel at a time: 8 bytes for each of 1024 blocks of 64 tiles, or three sums of columns for each
 lane of all pieces of an array's rows."""
+ARRIVALS_NBYTES: Final = 1 << 19
+"""Memory of a device for counters of blocks: 4 bytes for each group of columns, or for each block of a launch over several tiles."""
 
 Argument = DeviceArray | np.generic | None
+Product = tuple[DeviceArray, DeviceArray, DeviceArray]
+"""The matrices of a product: a, b and out."""
 
 
 class Arguments:
@@ -100,6 +104,10 @@ class Device(Protocol):
     def partials(self) -> DeviceArray:
         """Memory of `PARTIALS_NBYTES` for one kernel at a time."""
 
+    @property
+    def arrivals(self) -> DeviceArray:
+        """Memory of `ARRIVALS_NBYTES` that is 0 before and after each kernel."""
+
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel.
 
@@ -127,8 +135,14 @@ class Device(Protocol):
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32; the strides are the distances of rows of `a` and `out` in elements, None for their widths."""
 
+    def gemms(self, products: Sequence[Product], *, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+        """out (+)= op(a) @ op(b) for several products of one shape and type, in one launch if the library has it."""
+
     def gemm_with_bias(self, a: DeviceArray, b: DeviceArray, bias: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
         """Start out = a @ op(b) + bias, of the type of out, rounded once, if the library has such a product; return whether it was started."""
+
+    def gemm_with_gelu_slope(self, a: DeviceArray, b: DeviceArray, x: DeviceArray, out: DeviceArray, *, trans_b: bool) -> bool:
+        """Start out = a @ op(b) * gelu_new'(x), rounded once, if the library has such a product; return whether it was started."""
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Start a library's attention of whole sequences, if one has been opened and supports the shape; return whether it was started.

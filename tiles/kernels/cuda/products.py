@@ -30,6 +30,8 @@ _TF32: Final = 77
 _DEFAULT_ALGORITHM: Final = -1
 _SUMS_IN_FP32: Final = 16
 """cublasMath_t: CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION; otherwise parts of a bf16 product may be added up in bf16."""
+REFUSALS: Final = (7, 15)
+"""cublasStatus_t: INVALID_VALUE and NOT_SUPPORTED, before anything has been started."""
 _NAMES: Final = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"}
 
 
@@ -120,6 +122,27 @@ class Cublas:
         )  # fmt: skip
         check(status)
 
+    def multiply_batch(self, product: ColumnMajor, addresses: DeviceArray, accumulate: bool) -> bool:
+        """Start products of one shape; return False if cuBLAS refuses that.
+
+        Args:
+            product: the first of them.
+            addresses: (3, count) addresses of all A, all B and all C, in device memory.
+
+        Raises:
+            CublasError: the call failed for another reason.
+        """
+        opa, opb, m, n, k, a, lda, b, ldb, c, ldc = product
+        all_a, all_b, all_c = (addresses[number : number + 1].address for number in range(3))
+        status = self._library.cublasGemmBatchedEx(
+            self.handle, opa, opb, m, n, k, ctypes.byref(self._one), all_a, TYPES[a.dtype], lda, all_b, TYPES[b.dtype], ldb,
+            ctypes.byref(self._one if accumulate else self._zero), all_c, TYPES[c.dtype], ldc, addresses.shape[1],
+            self.sums[a.dtype.itemsize], _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+        if status not in REFUSALS:
+            check(status)
+        return not status
+
     def close(self) -> None:
         """Release the resources of cuBLAS; idempotent."""
         handle, self.handle = self.handle, ctypes.c_void_p()
@@ -173,6 +196,7 @@ def typed_cublas(library: Any) -> Any:
         "cublasSetStream_v2": [handle, pointer],
         "cublasSetWorkspace_v2": [handle, pointer, ctypes.c_size_t],
         "cublasGemmEx": [handle, *[integer] * 5, pointer, *matrix, *matrix, pointer, *matrix, integer, integer],
+        "cublasGemmBatchedEx": [handle, *[integer] * 5, pointer, *matrix, *matrix, pointer, *matrix, integer, integer, integer],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, name)

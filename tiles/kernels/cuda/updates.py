@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..reference.optimizer import split
 from ..registry import register, register_many
 from .array import DeviceArray
 from .launch import MOST_BLOCKS, THREADS, KernelSource, blocks_for, device
-from .many import MOST_TILES, Row, Task, by_type, filled, in_starts, table
+from .many import Row, Task, by_type, filled, in_starts, table
 
 _source = KernelSource("updates")
 _FLOAT: Final = np.dtype(np.float32)
@@ -22,7 +23,18 @@ _PER_THREAD: Final = 16
 """Number of weights that a thread of `adam` updates, so that its terms in double precision cost little."""
 _SQUARED: Final = table("x", "sums")
 _MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("groups",))
-_SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
+_MOST_SUMS: Final = 32
+_MOST_SCALARS: Final = 384
+"""`MOST_SUMS` and `MOST_SCALARS` of updates.cu."""
+_SCALARS: Final = np.dtype(
+    [
+        ("numbers", np.uint64, _MOST_SCALARS),
+        ("sums", np.uint64, _MOST_SUMS),
+        ("begins", np.int32, _MOST_SUMS + 1),
+        ("goes_on", np.int32, _MOST_SUMS),
+    ],
+    align=True,
+)
 
 
 @register("adam", "cuda")
@@ -117,17 +129,29 @@ def sum_squares_many(tasks: Sequence[Task]) -> None:
     for alike in by_type(tasks):
         rows = [tiles for tiles, _ in alike]
         blocks = [max(1, min(MOST_PARTIALS, -(-x.size // (16 * THREADS)))) for x, _ in rows]
-        given, partials = filled(_SQUARED, rows, blocks), device().partials.at(np.float64, sum(blocks))
-        _source.start("squares", rows[0][0].dtype, given, partials, grid=(sum(blocks), 1, 1), shared=8 * THREADS)
-        _source.start("add_parts", _FLOAT, given, partials, grid=(len(rows), 1, 1), shared=8 * THREADS)
+        arrays = (device().partials.at(np.float64, sum(blocks)), device().arrivals.at(np.uint32, len(rows)))
+        _source.start("squares", rows[0][0].dtype, filled(_SQUARED, rows, blocks), *arrays, grid=(sum(blocks), 1, 1), shared=8 * THREADS)
 
 
 @register("sum_scalars", "cuda")
 def sum_scalars(*arrays: DeviceArray) -> None:
     """Write the sum of all arguments but the last to the last one, in order."""
-    *addends, out = arrays
-    for number, some in enumerate(in_starts(addends)):
+    sum_scalars_many([(arrays, {})])
+
+
+@register_many(sum_scalars)
+def sum_scalars_many(tasks: Sequence[Task]) -> None:
+    """Compute `sum_scalars` for several tasks, with as few launches as their numbers of addends allow."""
+    pieces = [
+        (addends[first : first + _MOST_SCALARS], out, first > 0) for (*addends, out), _ in tasks for first in range(0, len(addends), _MOST_SCALARS)
+    ]
+    while pieces:
+        ends = [end for end in accumulate(len(addends) for addends, _, _ in pieces[:_MOST_SUMS]) if end <= _MOST_SCALARS]
+        some, pieces = pieces[: len(ends)], pieces[len(ends) :]
         numbers = np.zeros((), _SCALARS)
-        numbers["numbers"][: len(some)] = [addend.address for addend in some]
+        numbers["numbers"][: ends[-1]] = [addend.address for addends, _, _ in some for addend in addends]
+        numbers["sums"][: len(some)] = [out.address for _, out, _ in some]
+        numbers["begins"][1 : len(ends) + 1] = ends
+        numbers["goes_on"][: len(some)] = [goes_on for _, _, goes_on in some]
         given: Any = numbers[()]
-        _source.start("add_scalars", _FLOAT, given, out, np.int32(len(some)), np.int32(number == 0), grid=(1, 1, 1), threads=1)
+        _source.start("add_scalars", _FLOAT, given, grid=(len(some), 1, 1), threads=1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..registry import register
-from .elementwise import activate
+from .elementwise import activate, slope
 
 Array = npt.NDArray[Any]
+_T = TypeVar("_T")
 
 
 def rows(x: Array) -> Array:
@@ -24,6 +26,19 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
     a, b, target = rows(a), rows(b), rows(out)
     product = alpha * ((a.T if trans_a else a) @ (b.T if trans_b else b))
     target[...] = target + product if accumulate else product
+
+
+def products_of(tiles: Sequence[_T], num_a: int, num_b: int) -> Iterator[tuple[_T, _T, _T]]:
+    """Yield (a, b, out) of each product of `matmuls`, whose tiles are first factors, second factors and results; a single factor is shared."""
+    for number, out in enumerate(tiles[num_a + num_b :]):
+        yield tiles[number if num_a > 1 else 0], tiles[num_a + (number if num_b > 1 else 0)], out
+
+
+@register("matmuls", "reference")
+def matmuls(*tiles: Array, num_a: int, num_b: int, trans_a: bool, trans_b: bool, accumulate: bool) -> None:
+    """out (+)= op(a) @ op(b) over rows, for each of several products of one shape (`products_of`)."""
+    for a, b, out in products_of(tiles, num_a, num_b):
+        matmul(a, b, out, trans_a=trans_a, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
 
 
 @register("gram", "reference")
@@ -54,6 +69,12 @@ def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool
     product = rows(x) @ (w.T if trans_b else w)
     rows(pre)[...] = (rows(pre) if accumulate else 0) + product + (bias[0] if bias else 0)
     y[...] = activate(pre, kind)
+
+
+@register("linear_activation_backward", "reference")
+def linear_activation_backward(dy: Array, w: Array, pre: Array, dpre: Array, *, kind: str, trans_b: bool) -> None:
+    """dpre = dy @ op(w) * activation'(pre)  # (R, N) @ (N, K) -> (R, K)."""
+    rows(dpre)[...] = rows(dy) @ (w.T if trans_b else w) * slope(rows(pre), kind)
 
 
 @register("column_sums", "reference")

@@ -1,7 +1,7 @@
 // What every kernel source shares: element types, block reductions, counter-based random bits.
 //
 // A source is compiled once per element type T (-DELEMENT=float or bf16) of activations and parameters (float or bf16); statistics, gradients of weights, moments and master
-// weights are float, sums are taken in float. No atomics: every sum has one order, so the same tiling gives the same bits. No headers beyond
+// weights are float, sums are taken in float. No sum is atomic: every one has one order, so the same tiling gives the same bits. No headers beyond
 // this one are needed, so NVRTC compiles a source without a toolkit, and a C++ compiler with tests/support/emulation.hpp makes it run on a CPU.
 //
 // Letters: R rows, N columns, T tokens, H heads, D columns of a head, V rows of a table.
@@ -83,6 +83,15 @@ __device__ inline float block_max(float x, float *buffer) {
     for (int warp = 1; warp < (int)blockDim.x / 32; warp++) top = larger(buffer[warp], top);
     __syncthreads();
     return top;
+}
+
+// Whether this block is the last of `count` blocks that come here; it may then read what the others wrote before. `arrivals` is 0 before and after.
+__device__ inline bool is_last_of(int count, u32 *arrivals) {
+    __threadfence();
+    __syncthreads();
+    bool is_last = __syncthreads_or(threadIdx.x == 0 && atomicInc(arrivals, (u32)count - 1) == (u32)count - 1);
+    if (is_last) __threadfence();
+    return is_last;
 }
 
 // N numbers side by side, which are read or written by as few instructions as their bytes allow: 16 bytes each

@@ -249,8 +249,10 @@ struct Columns {
     int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES], accumulate[MOST_TILES], pieces[MOST_TILES], wide[MOST_TILES];
 };
 
-// Sums of columns of a piece of the rows, to partial (pieces, N); of one piece, total (+)= the sums  // (R, N)
-template <int N> __device__ inline void sums_of_columns(const T *x, float *out, int block, int num_pieces, int num_rows, int width, int accumulate, float *buffer) {
+// Sums of columns of a piece of the rows, to partial (pieces, N), and in the end of all pieces: total (+)= the sums  // (R, N)
+template <int N>
+__device__ inline void sums_of_columns(
+    const T *x, float *partial, float *total, int block, int num_pieces, int num_rows, int width, int accumulate, u32 *arrivals, float *buffer) {
     int groups = (width + 32 * N - 1) / (32 * N), piece = block / groups, column = (block % groups * 32 + threadIdx.x % 32) * N;
     int r = first_of_piece(num_rows, piece, num_pieces) + threadIdx.x / 32, end = first_of_piece(num_rows, piece + 1, num_pieces);
     float sums[N] = {};
@@ -260,26 +262,30 @@ template <int N> __device__ inline void sums_of_columns(const T *x, float *out, 
             UNROLLED
             for (int e = 0; e < N; e++) sums[e] += widen(numbers.x[e]);
         }
-    add_lanes<N>(sums, buffer, out + (num_pieces > 1 ? (long long)piece * width : 0), column, width, accumulate);
+    bool is_whole = num_pieces == 1;
+    add_lanes<N>(sums, buffer, is_whole ? total : partial + (long long)piece * width, column, width, is_whole && accumulate);
+    add_pieces_last<N>(partial, total, block % groups * 32 * N, num_pieces, width, accumulate, arrivals + block % groups, buffer);
 }
 
-KERNEL column_sums(Columns given) {
+KERNEL column_sums(Columns given, u32 *arrivals) {
     SHARED(float, buffer);
     TILE_OF_BLOCK(tile, given);
     int width = given.widths[tile], pieces = given.pieces[tile], block = blockIdx.x - given.begins[tile], rows = (int)(given.counts[tile] / width);
-    float *out = pieces > 1 ? given.partial[tile] : given.total[tile];
-    int accumulate = pieces == 1 && given.accumulate[tile];
+    const T *x = given.x[tile];
+    float *partial = given.partial[tile], *total = given.total[tile];
+    arrivals += given.begins[tile];
     if (given.wide[tile])
-        sums_of_columns<4>(given.x[tile], out, block, pieces, rows, width, accumulate, buffer);
+        sums_of_columns<4>(x, partial, total, block, pieces, rows, width, given.accumulate[tile], arrivals, buffer);
     else
-        sums_of_columns<1>(given.x[tile], out, block, pieces, rows, width, accumulate, buffer);
+        sums_of_columns<1>(x, partial, total, block, pieces, rows, width, given.accumulate[tile], arrivals, buffer);
 }
 EXPORT(column_sums)
 
 // dx = dy activation'(x), and the sums of its columns in the order of `column_sums`; two rows at a time, so that more reads are under way
 template <int N, int KIND>
 __device__ inline void activation_sums_of(
-    const T *x, const T *dy, T *dx, float *out, int num_pieces, int num_rows, int width, int accumulate, float *buffer) {
+    const T *x, const T *dy, T *dx, float *partial, float *total, u32 *arrivals, int num_rows, int width, int accumulate, float *buffer) {
+    int num_pieces = gridDim.y;
     int column = (blockIdx.x * 32 + threadIdx.x % 32) * N, end = first_of_piece(num_rows, blockIdx.y + 1, num_pieces);
     float sums[N] = {};
     if (column < width)
@@ -296,31 +302,31 @@ __device__ inline void activation_sums_of(
             store<N>(dx + at, d);
             store<N>(dx + next, more);
         }
-    add_lanes<N>(sums, buffer, out + (num_pieces > 1 ? (long long)blockIdx.y * width : 0), column, width, accumulate);
+    add_piece<N>(sums, partial, total, column, width, accumulate, arrivals, buffer);
 }
 
 // Grid: (groups of columns, pieces of rows). dx may be dy.
 KERNEL activation_sums(
-    const T *x, const T *dy, T *dx, float *partial, float *total, int kind, int num_rows, int width, int accumulate, int is_wide) {
+    const T *x, const T *dy, T *dx, float *partial, float *total, u32 *arrivals, int kind, int num_rows, int width, int accumulate, int is_wide) {
     SHARED(float, buffer);
-    int pieces = gridDim.y;
-    float *out = pieces > 1 ? partial : total;
-    accumulate = pieces == 1 && accumulate;
     if (is_wide)
-        BY_KIND(kind, activation_sums_of<4, K>(x, dy, dx, out, pieces, num_rows, width, accumulate, buffer))
+        BY_KIND(kind, activation_sums_of<4, K>(x, dy, dx, partial, total, arrivals, num_rows, width, accumulate, buffer))
     else
-        BY_KIND(kind, activation_sums_of<1, K>(x, dy, dx, out, pieces, num_rows, width, accumulate, buffer))
+        BY_KIND(kind, activation_sums_of<1, K>(x, dy, dx, partial, total, arrivals, num_rows, width, accumulate, buffer))
 }
 EXPORT(activation_sums)
 
-// total (+)= sums of all pieces; 32 columns a block
-KERNEL column_sums_of_pieces(Columns given) {
-    SHARED(float, buffer);
-    TILE_OF_BLOCK(tile, given);
-    int column = (blockIdx.x - given.begins[tile]) * 32 + threadIdx.x % 32, width = given.widths[tile];
-    add_pieces(given.partial[tile], given.total[tile], column, given.pieces[tile], width, width, given.accumulate[tile], buffer);
+#define MOST_ADDRESSES 32
+
+struct Addresses {
+    u64 numbers[MOST_ADDRESSES];
+};
+
+// Operands of products, for cuBLAS, which reads their addresses from device memory
+KERNEL write_addresses(Addresses given, u64 *out, int count) {
+    if ((int)threadIdx.x < count) out[threadIdx.x] = given.numbers[threadIdx.x];
 }
-EXPORT(column_sums_of_pieces)
+EXPORT(write_addresses)
 
 // out[b, 0] = x[b, positions[b] - start] where that lies in this tile
 KERNEL select_rows(const T *x, const int *positions, T *out, int start, int length, int width, long long count) {

@@ -252,11 +252,30 @@ __device__ inline void forward(
     store_result<D, M>(o, O, factors, start, at.tq, h, at.heads, 1);
 }
 
-// Grid: (blocks of queries, h, b): dq of each query, over the keys in order
+// delta = row sums of grad * o of one head, of BLOCK queries from `start` on, as by `attention_delta`: 8 lanes a row
+template <int D, int BLOCK>
+__device__ inline void write_delta(const bf16 *o, const bf16 *grad, float *delta, int start, int extent, int head, int heads) {
+    NOT_UNROLLED
+    for (int first = 0; first < BLOCK; first += WARPS * 4) {
+        int i = start + first + threadIdx.x / 8, at = (min(i, extent - 1) * heads + head) * D + threadIdx.x % 8 * 8;
+        float sum = 0.0f;
+        UNROLLED
+        for (int d = 0; d < D; d += 64) {
+            Numbers<bf16, 8> x = load<8>(o + at + d), slope = load<8>(grad + at + d);
+            UNROLLED
+            for (int e = 0; e < 8; e++) sum += widen(x.x[e]) * widen(slope.x[e]);
+        }
+        for (int mask = 1; mask < 8; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+        if (i < extent && threadIdx.x % 8 == 0) delta[i] = sum;
+    }
+    __syncthreads();  // all threads read what others have written
+}
+
+// Grid: (blocks of queries, h, b): dq of each query, over the keys in order. If there is an o, delta is computed from it first.
 template <int D>
 __device__ inline void backward_q(
-    u16 *buffer, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq, const u64 *keys, Pair at,
-    int first) {
+    u16 *buffer, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const bf16 *o, float *delta, bf16 *dq, const u64 *keys,
+    Pair at, int first) {
     const int M = 128 / D, STAGE = 4096 / D, BLOCK = WARPS * M * 16, N = 4, TILE = STAGE * (D + PAD);
     int start = (gridDim.x - 1 - blockIdx.x) * BLOCK, h = blockIdx.y, b = blockIdx.z, g = h / (at.heads / at.groups);
     int own = start + WARP * 16 * M + LANE / 4;
@@ -269,6 +288,7 @@ __device__ inline void backward_q(
     fetch<D, BLOCK>(grad + of_queries, G, start, at.tq, h, at.heads);
     fetch<D, STAGE>(k + of_keys, stages, from, at.tk, g, at.groups);
     fetch<D, STAGE>(v + of_keys, stages + TILE, from, at.tk, g, at.groups);
+    if (o) write_delta<D, BLOCK>(o + of_queries, grad + of_queries, delta + ((long long)b * at.heads + h) * at.tq, start, at.tq, h, at.heads);
     clear<M, D / 8>(sum);
     UNROLLED
     for (int m = 0; m < M; m++)
@@ -391,10 +411,10 @@ __device__ inline Pair plain(Pair at) {
     }                                                                                                                                                \
     EXPORT(flash_##NAME)                                                                                                                             \
     KERNEL __launch_bounds__(WARPS * 32, RESIDENT_DQ)                                                                                                \
-        flash_dq_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const float *delta, bf16 *dq,               \
+        flash_dq_##NAME(const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *grad, const float *lse, const bf16 *o, float *delta, bf16 *dq,      \
                         const u64 *keys, Pair at, int first) {                                                                                       \
         SHARED(u16, buffer);                                                                                                                         \
-        backward_q<D>(buffer, q, k, v, grad, lse, delta, dq, DROPOUT ? keys : 0, OPTIONS ? at : plain(at), first);                                   \
+        backward_q<D>(buffer, q, k, v, grad, lse, o, delta, dq, DROPOUT ? keys : 0, OPTIONS ? at : plain(at), first);                                \
     }                                                                                                                                                \
     EXPORT(flash_dq_##NAME)                                                                                                                          \
     KERNEL __launch_bounds__(WARPS * 32, 2)                                                                                                          \

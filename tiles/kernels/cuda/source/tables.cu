@@ -125,11 +125,11 @@ template <int N> __device__ inline void add_to_statistics(const float *row, int 
     }
 }
 
-KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int stride, int first) {
-    SHARED(float, buffer);
-    const float *row = logits + (long long)blockIdx.x * stride;
+// The statistics of this block's row
+__device__ inline void add_row(
+    const float *row, bool is_wide, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int first, float *buffer) {
     float before = first ? -INFINITE : peak[blockIdx.x], own = -INFINITE, sum = 0.0f;
-    if (are_aligned(logits))
+    if (is_wide)
         add_to_statistics<8>(row, width, own, sum);
     else
         add_to_statistics<1>(row, width, own, sum);
@@ -142,6 +142,11 @@ KERNEL add_logits(const float *logits, const int *targets, float *peak, float *t
         peak[blockIdx.x] = top;
         picked[blockIdx.x] = column >= 0 && column < width ? row[column] : chosen;
     }
+}
+
+KERNEL add_logits(const float *logits, const int *targets, float *peak, float *total, float *picked, int v_start, int width, int stride, int first) {
+    SHARED(float, buffer);
+    add_row(logits + (long long)blockIdx.x * stride, are_aligned(logits), targets, peak, total, picked, v_start, width, first, buffer);
 }
 EXPORT(add_logits)
 
@@ -180,24 +185,37 @@ KERNEL logit_gradients(
 }
 EXPORT(logit_gradients)
 
-// Sums of the columns of a piece of the rows of p (R, N), whose rows begin `stride` elements apart, to out (pieces, N), or added to it.
-// Grid: (groups of 32 columns, pieces)
-KERNEL gradient_columns(const T *p, float *out, int num_rows, int width, int stride, int accumulate) {
+// `add_logits` of all columns, lse = peak + log total, and `logit_gradients`. A block has a row; a multiprocessor has few of them, so that a row is
+// still in the cache when it is read again.
+KERNEL logits_and_gradients(
+    float *logits, const int *targets, float *peak, float *total, float *picked, float *lse, const float *factor, int v_start, int width, int stride,
+    int first, float scale, float cap) {
+    SHARED(float, buffer);
+    float *row = logits + (long long)blockIdx.x * stride;
+    bool is_wide = are_aligned(logits);
+    int target = targets[blockIdx.x];
+    add_row(row, is_wide, targets, peak, total, picked, v_start, width, first, buffer);
+    if (threadIdx.x == 0) buffer[0] = lse[blockIdx.x] = peak[blockIdx.x] + logf(total[blockIdx.x]);
+    __syncthreads();
+    if (factor) scale *= factor[0];
+    if (is_wide)
+        logits_to_gradients<8>(row, buffer[0], target - v_start, target < 0, scale, cap, width);
+    else
+        logits_to_gradients<1>(row, buffer[0], target - v_start, target < 0, scale, cap, width);
+}
+EXPORT(logits_and_gradients)
+
+// total (+)= sums of the columns of p (R, N), whose rows begin `stride` elements apart; partial (pieces, N). Grid: (groups of 32 columns, pieces)
+KERNEL gradient_columns(const T *p, float *partial, float *total, u32 *arrivals, int num_rows, int width, int stride, int accumulate) {
     SHARED(float, buffer);
     int column = blockIdx.x * 32 + threadIdx.x % 32, end = first_of_piece(num_rows, blockIdx.y + 1, gridDim.y);
     float sum = 0.0f;
     if (column < width)
         for (int r = first_of_piece(num_rows, blockIdx.y, gridDim.y) + threadIdx.x / 32; r < end; r += LANES)
             sum += widen(p[(long long)r * stride + column]);
-    add_lanes<1>(&sum, buffer, out + (long long)blockIdx.y * width, column, width, accumulate);
+    add_piece<1>(&sum, partial, total, column, width, accumulate, arrivals, buffer);
 }
 EXPORT(gradient_columns)
-
-KERNEL gradient_columns_of_pieces(const float *partial, float *total, int num_pieces, int width, int accumulate) {
-    SHARED(float, buffer);
-    add_pieces(partial, total, blockIdx.x * 32 + threadIdx.x % 32, num_pieces, width, width, accumulate, buffer);
-}
-EXPORT(gradient_columns_of_pieces)
 
 // loss = scale factor * sum of (lse - picked) over tokens that count, in double: one block, thread t takes tokens t, t + blockDim.x, ...
 KERNEL head_finish(
@@ -306,7 +324,8 @@ EXPORT(dropout)
 // y as by `dropout`, and the sums of its columns in the order of `column_sums`
 template <int N, class I>
 __device__ inline void dropout_sums_of(
-    const T *x, u64 key, T *y, float *out, float p, u32 threshold, const Place &place, int num_rows, int width, int accumulate, float *buffer) {
+    const T *x, u64 key, T *y, float *partial, float *total, u32 *arrivals, float p, u32 threshold, const Place &place, int num_rows, int width,
+    int accumulate, float *buffer) {
     int column = (blockIdx.x * 32 + threadIdx.x % 32) * N, end = first_of_piece(num_rows, blockIdx.y + 1, gridDim.y);
     float sums[N] = {};
     if (column < width)
@@ -317,23 +336,21 @@ __device__ inline void dropout_sums_of(
             for (int e = 0; e < N; e++) sums[e] += widen(numbers.x[e]);
             store<N>(y + at, numbers);
         }
-    add_lanes<N>(sums, buffer, out + (gridDim.y > 1 ? (long long)blockIdx.y * width : 0), column, width, accumulate);
+    add_piece<N>(sums, partial, total, column, width, accumulate, arrivals, buffer);
 }
 
 // Grid: (groups of columns, pieces of rows). y may be x.
 KERNEL dropout_sums(
-    const T *x, const u64 *key, T *y, float *partial, float *total, float p, u32 threshold, int stream, Place place, int num_rows, int width,
-    int accumulate, int is_wide) {
+    const T *x, const u64 *key, T *y, float *partial, float *total, u32 *arrivals, float p, u32 threshold, int stream, Place place, int num_rows,
+    int width, int accumulate, int is_wide) {
     SHARED(float, buffer);
     u64 own = mixed(key[0], key[1], (u64)stream);
-    float *out = gridDim.y > 1 ? partial : total;
-    accumulate = gridDim.y == 1 && accumulate;
     if (is_wide && (long long)num_rows * width >> 32 == 0)
-        dropout_sums_of<4, u32>(x, own, y, out, p, threshold, place, num_rows, width, accumulate, buffer);
+        dropout_sums_of<4, u32>(x, own, y, partial, total, arrivals, p, threshold, place, num_rows, width, accumulate, buffer);
     else if (is_wide)
-        dropout_sums_of<4, long long>(x, own, y, out, p, threshold, place, num_rows, width, accumulate, buffer);
+        dropout_sums_of<4, long long>(x, own, y, partial, total, arrivals, p, threshold, place, num_rows, width, accumulate, buffer);
     else
-        dropout_sums_of<1, long long>(x, own, y, out, p, threshold, place, num_rows, width, accumulate, buffer);
+        dropout_sums_of<1, long long>(x, own, y, partial, total, arrivals, p, threshold, place, num_rows, width, accumulate, buffer);
 }
 EXPORT(dropout_sums)
 

@@ -31,8 +31,8 @@ template <int N> __device__ inline double squares_of(const T *x, long long first
     return sum;
 }
 
-// Sums of squares in double, part by part: `parts` has one number a block, and a second launch adds up those of each tile
-KERNEL squares(Squared given, double *parts) {
+// Sums of squares in double, part by part: `parts` has one number a block, and the last block of a tile adds up those of the tile
+KERNEL squares(Squared given, double *parts, u32 *arrivals) {
     SHARED(double, buffer);
     TILE_OF_BLOCK(tile, given);
     const T *x = given.x[tile];
@@ -40,28 +40,30 @@ KERNEL squares(Squared given, double *parts) {
     double sum = count % WIDE == 0 && are_aligned(x) ? squares_of<WIDE>(x, first, step, count) : squares_of<1>(x, first, step, count);
     sum = block_total(sum, buffer);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+    int begin = given.begins[tile], end = given.begins[tile + 1];
+    if (!is_last_of(end - begin, arrivals + tile)) return;
+    const volatile double *all = parts;
+    sum = 0.0;
+    for (int block = begin + threadIdx.x; block < end; block += blockDim.x) sum += all[block];
+    sum = block_total(sum, buffer);
+    if (threadIdx.x == 0) given.sums[tile][0] = sum;
 }
 EXPORT(squares)
 
-// A block for each tile
-KERNEL add_parts(Squared given, const double *parts) {
-    SHARED(double, buffer);
-    double sum = 0.0;
-    for (int block = given.begins[blockIdx.x] + threadIdx.x; block < given.begins[blockIdx.x + 1]; block += blockDim.x) sum += parts[block];
-    sum = block_total(sum, buffer);
-    if (threadIdx.x == 0) given.sums[blockIdx.x][0] = sum;
-}
-EXPORT(add_parts)
+#define MOST_SUMS 32
+#define MOST_SCALARS 384
 
 struct Scalars {
-    const double *numbers[MOST_TILES];
+    const double *numbers[MOST_SCALARS];
+    double *sums[MOST_SUMS];
+    int begins[MOST_SUMS + 1], goes_on[MOST_SUMS];
 };
 
-// out = the sum of some numbers more, in order
-KERNEL add_scalars(Scalars given, double *out, int count, int first) {
-    double sum = first ? 0.0 : out[0];
-    for (int n = 0; n < count; n++) sum += given.numbers[n][0];
-    out[0] = sum;
+// Each sum (+)= its numbers, in order; a block for each sum
+KERNEL add_scalars(Scalars given) {
+    double sum = given.goes_on[blockIdx.x] ? given.sums[blockIdx.x][0] : 0.0;
+    for (int n = given.begins[blockIdx.x]; n < given.begins[blockIdx.x + 1]; n++) sum += given.numbers[n][0];
+    given.sums[blockIdx.x][0] = sum;
 }
 EXPORT(add_scalars)
 
