@@ -123,10 +123,10 @@ def _is_skipped(run: Run, values: Mapping[HandleRecord, int | str], stale: Colle
     """
     condition = run.task.spec.condition
     flags = None if condition is None or condition.guard < 0 else _input(values, stale, run.replay, run.accesses[condition.guard][0])
-    is_due = condition is not None and isinstance(flags, int) and flags_in(flags)[condition.number] == 0
+    is_excluded = condition is not None and isinstance(flags, int) and flags_in(flags)[condition.number] == 0
     was_skipped = run.ended and run.error is None and not run.started
-    if is_due != was_skipped and not (is_due and run.error is not None):
-        raise Wrong(f"{run.task!r} was {'not ' if is_due else ''}skipped, although its flags are {flags}")
+    if is_excluded != was_skipped and not (is_excluded and run.error is not None):
+        raise Wrong(f"{run.task!r} was {'not ' if is_excluded else ''}skipped, although its flags are {flags}")
     return was_skipped
 
 
