@@ -67,36 +67,36 @@ class Reservations:
             new_bytes = sum(handle.spec.size for handle in missing if handle not in self._promised)
         self._drop_reached(order)
         self._highest_peak = max([replay.plan.peaks[replay.frontier] for replay in replays])
-        room = self.node.budget - self.lasting - new_bytes
-        if self.ahead + self._highest_peak <= room:
+        free_bytes = self.node.budget - self.lasting - new_bytes
+        if self.ahead + self._highest_peak <= free_bytes:
             return True
-        return self._fits_at_each_position(room, None if step is None else task.order)
+        return self._fits_at_each_position(free_bytes, None if step is None else task.order)
 
-    def _fits_at_each_position(self, room: int, creator: int | None) -> bool:
+    def _fits_at_each_position(self, free_bytes: int, creator: int | None) -> bool:
         """Whether the temporaries fit at each position that the order has yet to pass, in the replays in progress.
 
-        Tasks that have created data ahead cut the order into stretches. At all positions of a stretch the same creators are still to come, and with
+        Tasks that have created data ahead cut the order into sections. At all positions of a section the same creators are still to come, and with
         them the same bytes created ahead. So the position with the most temporaries decides.
 
         Args:
-            room: bytes for temporaries: the budget without lasting data and without the data to be created.
+            free_bytes: bytes for temporaries: the budget without lasting data and without the data to be created.
             creator: `order` of the task that would create data. Only positions before it are examined, since from there on the plan counts its data;
                 None for a plain task, whose data counts at all positions.
         """
         cuts = sorted([(order, backing.handle.spec.size) for order, _, backing in self._created_ahead if backing.is_ahead], reverse=True)
-        ahead = self.ahead  # bytes of `cuts`: those that tasks after the present stretch have created
+        ahead = self.ahead  # bytes of `cuts`: those that tasks after the present section have created
         for replay in self.foresight.replays:
             first, passing, peaks, begin = replay.first_order, replay.plan.passing, replay.plan.peaks, replay.frontier
             end = len(passing) if creator is None else min(creator - first, len(passing))
             while begin < end:
                 while cuts and cuts[-1][0] <= first + begin:
                     ahead -= cuts.pop()[1]
-                if peaks[begin] + ahead <= room:
+                if peaks[begin] + ahead <= free_bytes:
                     break  # the rest of the replay fits, too: no position has more temporaries, and less is created ahead after it
-                stretch_end = min(cuts[-1][0] - first, end) if cuts else end
-                if max(passing[begin:stretch_end]) + ahead > room:
+                next_cut = min(cuts[-1][0] - first, end) if cuts else end
+                if max(passing[begin:next_cut]) + ahead > free_bytes:
                     return False
-                begin = stretch_end
+                begin = next_cut
         return True
 
     def enter(self, backing: Replica, order: int) -> None:

@@ -222,15 +222,15 @@ def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, numb
     assert any(f"{case.largest:,} B at once" in message for message in refused), refused
 
 
-def _fits_now(self: Reservations, room: int, creator: int | None) -> bool:
+def _fits_now(self: Reservations, free_bytes: int, creator: int | None) -> bool:
     """`Reservations._fits_at_each_position` that looks at the next position alone."""
     replay = self.foresight.replays[0]
-    return replay.plan.passing[replay.frontier] + self.ahead <= room
+    return replay.plan.passing[replay.frontier] + self.ahead <= free_bytes
 
 
-def _forgets_what_is_ahead(self: Reservations, room: int, creator: int | None) -> bool:
+def _forgets_what_is_ahead(self: Reservations, free_bytes: int, creator: int | None) -> bool:
     """`Reservations._fits_at_each_position` that forgets what was created ahead."""
-    return all(replay.plan.peaks[replay.frontier] <= room for replay in self.foresight.replays)
+    return all(replay.plan.peaks[replay.frontier] <= free_bytes for replay in self.foresight.replays)
 
 
 @pytest.mark.long
