@@ -201,6 +201,8 @@ class TaskSpec:
         clone_share: fraction of the task's time that recomputation takes, as far as it is known.
         aside: whether a recorded task runs in host memory, on workers that stand aside.
         counts_skips: whether the kernel for CPUs returns a number of skipped tasks: of those fused into the task, the ones whose flag is 0.
+        shared_seconds: duration of a recorded task if all workers shared it; known only where workers of several kinds share tasks, else 0.
+        path_seconds: sum of `shared_seconds` along the longest path from the task to the end of the step, including the task.
     """
 
     codelet: object
@@ -216,6 +218,8 @@ class TaskSpec:
     clone_share: float = 0.0
     aside: bool = False
     counts_skips: bool = False
+    shared_seconds: float = 0.0
+    path_seconds: float = 0.0
 
     @property
     def share(self) -> float:

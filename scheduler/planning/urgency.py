@@ -2,7 +2,8 @@
 
 If everything fits, the order in which tasks become ready hardly bounds the policy, and priorities decide how well fast and slow workers are used: a
 task is the more urgent the longer the path to the end of the step is (upward rank: Topcuoglu, Hariri, Wu 2002). The seconds of a task on a path are
-those that all workers sharing it would take, so a task that a GPU hardly speeds up counts more. Priorities of the program come first.
+those that all workers sharing it would take, so a task that a GPU hardly speeds up counts more. Priorities of the program come first. The policy
+compares the path of a task with the work left, to see whether a slow worker may take it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..core.step_plan import RecordedTask, StepPlan
 
 
 def by_urgency(plan: StepPlan, seconds: Mapping[RecordedTask, float]) -> StepPlan:
-    """Return the same step with priorities by the longest path from each task to the end of the step.
+    """Return the same step with priorities by the longest path from each task to the end of the step, and the seconds of both.
 
     Args:
         seconds: duration of each task if all workers shared it (`forecast.Pace.seconds`).
@@ -26,7 +27,10 @@ def by_urgency(plan: StepPlan, seconds: Mapping[RecordedTask, float]) -> StepPla
         path[position] = seconds[plan.tasks[position]] + max((path[after] for after in plan.successors[position]), default=0.0)
     keys = [(task.priority, length) for task, length in zip(plan.tasks, path, strict=True)]
     ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
-    return _with_tasks(plan, [replace(task, priority=ranks[key]) for task, key in zip(plan.tasks, keys, strict=True)])
+    ranked = [
+        replace(task, priority=ranks[key], shared_seconds=seconds[task], path_seconds=key[1]) for task, key in zip(plan.tasks, keys, strict=True)
+    ]
+    return _with_tasks(plan, ranked)
 
 
 def on_kinds(plan: StepPlan, kinds: Sequence[WorkerKind], present: Collection[WorkerKind]) -> StepPlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 from zlib import crc32
@@ -364,22 +364,7 @@ def _shares_of(tasks: Sequence[RecordedTask]) -> dict[TaskSpec, list[tuple[float
 def _detached(plan: StepPlan) -> StepPlan:
     """Return the same plan over new records."""
     twins = {handle: _clone(handle) for handle in plan.uses}
-    tasks = [
-        RecordedTask(
-            task.codelet,
-            task.name,
-            task.kinds,
-            tuple((twins[handle], mode) for handle, mode in task.accesses),
-            task.constants,
-            task.priority,
-            task.pin,
-            task.condition,
-            aside=task.aside,
-            label=task.label,
-            num_clones=task.num_clones,
-        )
-        for task in plan.tasks
-    ]
+    tasks = [replace(task, accesses=tuple((twins[handle], mode) for handle, mode in task.accesses)) for task in plan.tasks]
     owned = {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}
     detached = StepPlan(tasks, owned, window=plan.window, partitions=plan.partitions)
     detached.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()}, plan.returns)

@@ -31,32 +31,32 @@ class Reservations:
         foresight: position of execution in the recorded steps.
 
     Attributes:
-        kept: bytes of lasting data, including promised data.
+        lasting: bytes of lasting data, including promised data.
         ahead: bytes of temporaries that the planned order would not have created yet.
     """
 
-    __slots__ = ("_backing_ahead", "_num_entered", "_promised", "_reserve", "ahead", "foresight", "kept", "node", "node_id")
+    __slots__ = ("_created_ahead", "_highest_peak", "_num_entered", "_promised", "ahead", "foresight", "lasting", "node", "node_id")
 
     def __init__(self, node: MemoryNode, node_id: NodeId, foresight: Foresight) -> None:
         self.node = node
         self.node_id = node_id
         self.foresight = foresight
-        self.kept = 0
+        self.lasting = 0
         self.ahead = 0
-        self._reserve = 0  # largest number of bytes of temporaries at a position yet to come, or more
+        self._highest_peak = 0  # upper bound of the bytes of temporaries at any position yet to come
         self._promised: dict[HandleRecord, int] = {}  # lasting data not created yet -> number of replays that will create it
-        self._backing_ahead: list[tuple[int, int, Replica]] = []  # (order of the creating task, number, backing replica)
+        self._created_ahead: list[tuple[int, int, Replica]] = []  # a heap: (order of the creating task, number, backing replica)
         self._num_entered = 0
 
     def allow(self, task: Task) -> bool:
-        """Whether the task may create its data on the last tier."""
+        """Whether the task may create its data on the last tier: by upper bounds if they suffice, else by the rule at each position."""
         replays = self.foresight.replays
         if not replays:
             return True
         step = task.step
-        wanted = 0 if step is None else step.plan.makes[task.position]
-        if step is not None and self.ahead + wanted <= self.node.budget - self.kept - self._reserve:
-            return True
+        new_bytes = 0 if step is None else step.plan.makes[task.position]
+        if step is not None and self.ahead + new_bytes <= self.node.budget - self.lasting - self._highest_peak:
+            return True  # hot path: most tasks
         order = self.foresight.order
         if task.order <= order:
             return True
@@ -64,34 +64,39 @@ class Reservations:
         if not missing:
             return True
         if step is None:
-            wanted = sum(handle.spec.size for handle in missing if handle not in self._promised)
+            new_bytes = sum(handle.spec.size for handle in missing if handle not in self._promised)
         self._drop_reached(order)
-        reserve = self._reserve = max([replay.plan.peaks[replay.frontier] for replay in replays])
-        if self.kept + self.ahead + reserve + wanted <= self.node.budget:
+        self._highest_peak = max([replay.plan.peaks[replay.frontier] for replay in replays])
+        free_bytes = self.node.budget - self.lasting - new_bytes
+        if self.ahead + self._highest_peak <= free_bytes:
             return True
-        return self._fits_everywhere(self.node.budget - self.kept - wanted, None if step is None else task.order)
+        return self._fits_at_each_position(free_bytes, None if step is None else task.order)
 
-    def _fits_everywhere(self, limit: int, before: int | None) -> bool:
-        """Whether the temporaries fit at each position of the replays in progress that the order has yet to pass.
+    def _fits_at_each_position(self, free_bytes: int, creator: int | None) -> bool:
+        """Whether the temporaries fit at each position that the order has yet to pass, in the replays in progress.
 
-        Only positions before the creating task are examined; from there on, the plan counts its data.
+        Tasks that have created data ahead cut the order into sections. At all positions of a section the same creators are still to come, and with
+        them the same bytes created ahead. So the position with the most temporaries decides.
 
         Args:
-            limit: budget in bytes without lasting data and without the data to be created.
-            before: `order` of the creating task; None for a plain task, whose data counts at all positions.
+            free_bytes: bytes for temporaries: the budget without lasting data and without the data to be created.
+            creator: `order` of the task that would create data. Only positions before it are examined, since from there on the plan counts its data;
+                None for a plain task, whose data counts at all positions.
         """
-        ahead = sorted([(order, backing.handle.spec.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
-        after = 0  # bytes created ahead by tasks after the examined positions
-        for replay in reversed(self.foresight.replays):
-            first, passing, peaks = replay.first_order, replay.plan.passing, replay.plan.peaks
-            end = len(passing) if before is None else min(before - first, len(passing))
-            while end > replay.frontier:
-                while ahead and ahead[-1][0] >= first + end:
-                    after += ahead.pop()[1]
-                begin = max(ahead[-1][0] - first if ahead else 0, replay.frontier)
-                if peaks[begin] + after > limit and max(passing[begin:end]) + after > limit:
+        cuts = sorted([(order, backing.handle.spec.size) for order, _, backing in self._created_ahead if backing.is_ahead], reverse=True)
+        ahead = self.ahead  # bytes of `cuts`: those that tasks after the present section have created
+        for replay in self.foresight.replays:
+            first, passing, peaks, begin = replay.first_order, replay.plan.passing, replay.plan.peaks, replay.frontier
+            end = len(passing) if creator is None else min(creator - first, len(passing))
+            while begin < end:
+                while cuts and cuts[-1][0] <= first + begin:
+                    ahead -= cuts.pop()[1]
+                if peaks[begin] + ahead <= free_bytes:
+                    break  # the rest of the replay fits, too: no position has more temporaries, and less is created ahead after it
+                next_cut = min(cuts[-1][0] - first, end) if cuts else end
+                if max(passing[begin:next_cut]) + ahead > free_bytes:
                     return False
-                end = begin
+                begin = next_cut
         return True
 
     def enter(self, backing: Replica, order: int) -> None:
@@ -100,13 +105,13 @@ class Reservations:
         backing.is_backing = True
         if not _is_temporary(handle):
             if self._promised.pop(handle, None) is None:
-                self.kept += handle.spec.size
+                self.lasting += handle.spec.size
         elif order > self.foresight.order:
             backing.is_ahead = True
             self.ahead += handle.spec.size
             self._num_entered += 1
             self._drop_reached(self.foresight.order)
-            heapq.heappush(self._backing_ahead, (order, self._num_entered, backing))
+            heapq.heappush(self._created_ahead, (order, self._num_entered, backing))
 
     def reenter(self, handle: HandleRecord, replay: Replay) -> None:
         """Count a handle that a new replay will create, if its backing replica is still in use from an earlier replay."""
@@ -124,15 +129,15 @@ class Reservations:
             self.ahead -= handle.spec.size
         elif not _is_temporary(handle):
             replays = self.foresight.replays if handle.num_uses else ()
-            number = sum(any(use.handle is handle and self._is_to_make(use) for use in replay.shared) for replay in replays)
+            number = sum(any(use.handle is handle and self._may_create(use) for use in replay.shared) for replay in replays)
             if number:
                 self._promised[handle] = number
             else:
-                self.kept -= handle.spec.size
+                self.lasting -= handle.spec.size
 
     def _drop_reached(self, order: int) -> None:
         """Stop counting temporaries as created ahead once the planned order has reached the task that created them."""
-        ahead = self._backing_ahead
+        ahead = self._created_ahead
         while ahead and ahead[0][0] <= order:
             backing = heapq.heappop(ahead)[2]
             if backing.is_ahead:
@@ -145,24 +150,24 @@ class Reservations:
         for use in replay.shared:
             handle = use.handle
             backing = handle.replicas.get(self.node_id)  # hot path: most data has a backing replica
-            if (backing is None or not backing.is_backing) and self._is_to_make(use):
+            if (backing is None or not backing.is_backing) and self._may_create(use):
                 if handle not in promised:
-                    self.kept += handle.spec.size
+                    self.lasting += handle.spec.size
                 promised[handle] = promised.get(handle, 0) + 1
-        self._reserve = max(self._reserve, replay.plan.peaks[0])
+        self._highest_peak = max(self._highest_peak, replay.plan.peaks[0])
 
     def forget(self, replay: Replay) -> None:
         """Stop counting the lasting data that a finished replay promised but did not create."""
-        self._reserve = max([each.plan.peaks[each.frontier] for each in self.foresight.replays], default=0)
+        self._highest_peak = max([each.plan.peaks[each.frontier] for each in self.foresight.replays], default=0)
         for use in replay.shared if self._promised else ():
-            count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
+            count = self._promised.get(use.handle, 0) if self._may_create(use) else 0
             if count == 1:
                 del self._promised[use.handle]
-                self.kept -= use.handle.spec.size
+                self.lasting -= use.handle.spec.size
             elif count:
                 self._promised[use.handle] = count - 1
 
-    def _is_to_make(self, use: SharedUse) -> bool:
+    def _may_create(self, use: SharedUse) -> bool:
         """Whether a replay may still create the backing replica of a handle."""
         return wants_backing(use.handle, R if use.first_writer is None else W, self.node_id)
 
@@ -179,9 +184,9 @@ class Reservations:
                 lasting += backing.handle.spec.size
             elif backing.is_ahead:
                 ahead += backing.handle.spec.size
-        if (lasting, ahead) != (self.kept, self.ahead):
+        if (lasting, ahead) != (self.lasting, self.ahead):
             raise InvalidEvent(
-                f"node {self.node.name} keeps {lasting} B and holds {ahead} B made ahead of their time, but {self.kept} and {self.ahead} were counted"
+                f"node {self.node.name} keeps {lasting} B and holds {ahead} B created ahead, but {self.lasting} and {self.ahead} were counted"
             )
 
 

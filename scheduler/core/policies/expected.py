@@ -5,8 +5,9 @@ form a *group* with one queue. An estimate per group costs as little with 64 wor
 and dmdas queue a task with a planned node (`Task.planned_node`) there, whatever it costs.
 
 Decisions stay late. A worker whose group has no task for it takes one from the far end of another group's queue, if it expects to end the task no
-later than that group. So no worker idles while it could help, and a slow worker does not take a task that a fast one would end sooner. Tasks that no
-group can run yet wait for a worker that can.
+later than that group. A task of a mixed step may end later, too, if the rest of the step takes longer than the task and its path, and its group
+keeps as many tasks as its workers hold. So a slow worker helps in the middle of a step, and delays nothing at its end. Tasks that no group can
+run yet wait for a worker that can.
 
 If workers of several kinds may run a task and its duration on one of them is unknown, its first `TRIALS` runs there are trials, as in StarPU.
 """
@@ -19,7 +20,7 @@ from typing import Final, NamedTuple
 
 from ..performance_model import CALIBRATED, NO_ESTIMATES, Estimates, Key, key_of
 from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
-from .costs import Candidate, Move, WorkerGroup, assigned_seconds, find_move
+from .costs import Candidate, Move, WorkerGroup, WorkLeft, assigned_seconds, find_move
 
 STEAL: Final = 8
 """Number of tasks at the far end of a queue that a worker of another group considers."""
@@ -141,6 +142,7 @@ class ExpectedEnd:
         self._group_of: dict[WorkerId, Queues] = {}
         self._strays: list[Task] = []
         self._trials: dict[Key, int] = {}
+        self._left = WorkLeft()
         self._num = 0
         self._num_pushed = 0
 
@@ -203,6 +205,8 @@ class ExpectedEnd:
             task = self._steal(worker, group)
         if task is not None:
             self._num -= 1
+            if task.spec.shared_seconds:
+                self._left.begin(task)
         return task
 
     def __len__(self) -> int:
@@ -228,13 +232,14 @@ class ExpectedEnd:
         return queueing, estimates.task_seconds(task, group.kind), move
 
     def _steal(self, worker: Worker, own: Queues) -> Task | None:
-        """Return a task of another group, longest queue first, that the worker ends no later than that group; None without one."""
+        """Return a task of another group that the worker ends no later than that group, else one that may end later; None without one."""
         estimates = self.estimates
         backlog = assigned_seconds(worker, estimates)  # the group has no task for the worker, so its queue is empty
+        may_end_later: tuple[Queues, list[Entry], int] | None = None
         for group in sorted(self._groups.values(), key=lambda group: -group.seconds):
             if group is own or not len(group):
                 continue
-            held = group.assigned_seconds(estimates)
+            held, has_spare = group.assigned_seconds(estimates), len(group) > sum(member.depth for member in group.workers)
             for kinds, queue in group.queues.items():
                 if worker.kind not in kinds:
                     continue
@@ -244,10 +249,15 @@ class ExpectedEnd:
                     before -= entry.seconds
                     if entry.stays:
                         continue
-                    end = held + before / len(group.workers) + entry.seconds + entry.transfer_seconds
-                    if sum_up(self._weigh(entry.task, own, backlog)) <= end:
+                    seconds = sum_up(self._weigh(entry.task, own, backlog))
+                    if seconds <= held + before / len(group.workers) + entry.seconds + entry.transfer_seconds:
                         return group.take(queue, index)
-        return None
+                    if has_spare and may_end_later is None and self._left.outlasts(entry.task, seconds):
+                        may_end_later = group, queue, index
+        if may_end_later is None:
+            return None
+        group, queue, index = may_end_later
+        return group.take(queue, index)
 
 
 class DataAware(ExpectedEnd):

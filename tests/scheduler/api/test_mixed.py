@@ -151,12 +151,23 @@ def _graph(name: str) -> StepPlan:
     return runtime.plan
 
 
-def _seconds(plan: StepPlan, policy: str) -> float:
-    """Virtual seconds of a step on two CPU workers and a device; a copy takes a twentieth of the fastest kernel."""
+def _chains(num: int, length: int) -> StepPlan:
+    """A step of chains of products."""
+    runtime = CapturingRuntime()
+    product = Codelet("product", cpu=_nothing)
+    tiles = [runtime.handle(TILE, lambda memory, offset: None, name=f"x{at}", kind="persistent") for at in range(num)]
+    with runtime.record():
+        for tile in tiles * length:
+            runtime.submit(product, [(tile, RW)])
+    return runtime.plan
+
+
+def _seconds(plan: StepPlan, policy: str, num_cpu: int = 2) -> float:
+    """Virtual seconds of a step on CPU workers and a device; a copy takes a twentieth of the fastest kernel."""
     rows = [SPEEDS[task.name] for task in plan.tasks]
     return simulate(
-        by_urgency(plan, {task: 1 / (2 / cpu + 1 / device) for task, (cpu, device) in zip(plan.tasks, rows, strict=True)}),
-        workers=[("cpu", 0, 1), ("cpu", 0, 1), ("sim", 1, 3)],
+        by_urgency(plan, {task: 1 / (num_cpu / cpu + 1 / device) for task, (cpu, device) in zip(plan.tasks, rows, strict=True)}),
+        workers=[*[("cpu", 0, 1)] * num_cpu, ("sim", 1, 3)],
         nodes=[("ram", 100 * TILE), ("device", 100 * TILE)],
         policy=policy,
         duration=lambda task, kind: 0.0 if task.step is None else rows[task.position][kind == "sim"],
@@ -175,6 +186,14 @@ def test_the_step_takes_hardly_longer_than_the_best_assignment(name: str, limit:
     assignments = itertools.product(("cpu", "sim"), repeat=len(plan.tasks))
     best = min(_seconds(on_kinds(plan, kinds, ("cpu", "sim")), "dmdas") for kinds in assignments)
     assert _seconds(plan, "dmdas") <= limit * best
+
+
+@pytest.mark.parametrize("policy", ["dm", "dmda", "dmdas"])
+def test_cpu_workers_help_although_they_end_later_than_the_device_would(policy: str) -> None:
+    """The device ends any of 14 chained products sooner than a CPU worker would, but all of them later than both together."""
+    num_cpu, (cpu, device) = 8, SPEEDS["product"]
+    step = _chains(14, 30)
+    assert _seconds(step, policy, num_cpu) <= 1.12 * len(step.tasks) / (num_cpu / cpu + 1 / device)
 
 
 def test_urgency_is_the_longest_path_after_the_priority_of_the_program() -> None:

@@ -230,15 +230,15 @@ def test_a_page_below_the_minimum_is_refused_with_the_number(layout: tuple, numb
     assert any(f"{case.largest:,} B at once" in message for message in refused), refused
 
 
-def _fits_now(self: Reservations, limit: int, before: int | None) -> bool:
-    """`Reservations._fits_everywhere` that looks at the next position alone."""
+def _fits_now(self: Reservations, free_bytes: int, creator: int | None) -> bool:
+    """`Reservations._fits_at_each_position` that looks at the next position alone."""
     replay = self.foresight.replays[0]
-    return replay.plan.passing[replay.frontier] + self.ahead <= limit
+    return replay.plan.passing[replay.frontier] + self.ahead <= free_bytes
 
 
-def _forgets_what_is_ahead(self: Reservations, limit: int, before: int | None) -> bool:
-    """`Reservations._fits_everywhere` that forgets what was made ahead."""
-    return all(replay.plan.peaks[replay.frontier] <= limit for replay in self.foresight.replays)
+def _forgets_what_is_ahead(self: Reservations, free_bytes: int, creator: int | None) -> bool:
+    """`Reservations._fits_at_each_position` that forgets what was created ahead."""
+    return all(replay.plan.peaks[replay.frontier] <= free_bytes for replay in self.foresight.replays)
 
 
 @pytest.mark.long
@@ -257,5 +257,5 @@ def test_a_rule_that_lets_too_much_be_made_ahead_is_noticed(bug: Callable[..., b
         return None
 
     assert first_refused() is None
-    monkeypatch.setattr(Reservations, "_fits_everywhere", bug)
+    monkeypatch.setattr(Reservations, "_fits_at_each_position", bug)
     assert first_refused() is not None

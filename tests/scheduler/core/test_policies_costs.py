@@ -19,7 +19,22 @@ from scheduler.core.performance_model import Boundless, Estimates
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
 from scheduler.core.policies.expected import TRIALS
 from scheduler.core.policies.reuse import PATIENCE
-from scheduler.core.records import HandleId, HandleRecord, HandleSpec, Mode, NodeId, R, Replica, Task, W, Worker, WorkerId, WorkerKind
+from scheduler.core.records import (
+    HandleId,
+    HandleRecord,
+    HandleSpec,
+    Mode,
+    NodeId,
+    R,
+    Replay,
+    ReplayPlan,
+    Replica,
+    Task,
+    W,
+    Worker,
+    WorkerId,
+    WorkerKind,
+)
 from scheduler.core.step_plan import RecordedTask, StepPlan
 from scheduler.simulation.virtual_time import VirtualDriver
 
@@ -134,6 +149,22 @@ def test_an_idle_worker_counts_only_its_own_work_when_it_steals() -> None:
     for number in range(2):
         policy.push(task(number), None)
     assert [popped(policy, thief), popped(policy, thief), popped(policy, device)] == [1, None, 0]
+
+
+@pytest.mark.parametrize(("num_tasks", "taken"), [(4, None), (6, 2)])
+def test_a_slow_worker_helps_while_the_rest_of_the_step_takes_longer(num_tasks: int, taken: int | None) -> None:
+    """A CPU worker ends any of three ready tasks after the device would; both share all tasks of the step in 7/9 s each."""
+    policy = ExpectedEnd(estimates(cpu=3.5, sim=1.0))
+    slow, fast = (Worker(WorkerId(at), kind, NodeId(at), depth=1) for at, kind in enumerate(("cpu", "sim")))
+    for worker in (slow, fast):
+        policy.join(worker)
+    tasks = [task(number) for number in range(num_tasks)]
+    step = Replay(ReplayPlan(), tasks, [], [], [], num_unfinished=num_tasks)
+    for each in tasks:
+        each.step, each.spec.shared_seconds, each.spec.path_seconds = step, 7 / 9, 7 / 9
+    for each in tasks[:3]:
+        policy.push(each, None)
+    assert popped(policy, slow) == taken
 
 
 def test_a_busy_worker_does_not_answer_for_an_idle_one() -> None:

@@ -184,8 +184,9 @@ def test_what_cannot_be_is_named() -> None:
     """No matrix, an unknown option, a constant option that changes, state that is read."""
     with pytest.raises(UsageError, match="Muon needs a matrix of a hidden layer that is learnt, got none"):
         Session(nn.LayerNorm(4), "muon")
-    with pytest.raises(UsageError, match=r"torch\.optim\.Muon refuses"):
-        Session(Net(), "muon", dampening=0.1)
+    for optimizer, word in (("muon", "dampening"), ("adamw", "rom")):
+        with pytest.raises(UsageError, match=f"{word}= is neither an argument of Session nor an option of {optimizer}"):
+            Session(Net(), optimizer, **{word: 0.1})
     with pytest.raises(UsageError, match=r"torch\.optim\.Muon refuses .*momentum"):
         Session(Net(), "muon", momentum=-1.0)
     module = Net()

@@ -8,6 +8,7 @@ As in torch.optim, a step ignores a parameter without a gradient: no decay, no m
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ def torch_optimizer(
         if not learnt:
             raise UsageError("the module has no parameter that is learnt", "set requires_grad of one")
         given = {**({} if lr is None else {"lr": lr}), **options}
+        _check_names(optimizer, options)
         try:
             instance = muon_of(module, given) if optimizer == "muon" else _NAMES[optimizer](learnt, **given)
         except UsageError:
@@ -74,6 +76,19 @@ def torch_optimizer(
     if isinstance(optimizer, Sequence):
         return _checked(paired(optimizer))
     return _checked(paired([optimizer]) if isinstance(optimizer, torch.optim.Muon) else optimizer)
+
+
+def _check_names(optimizer: str, options: Collection[str]) -> None:
+    """Check that each keyword that belongs to no group of a session's arguments is an option of the optimizer.
+
+    Raises:
+        UsageError: one is not.
+    """
+    kinds = (torch.optim.Muon, torch.optim.AdamW) if optimizer == "muon" else (_NAMES[optimizer],)
+    known = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    for name in options:
+        if name not in known:
+            raise UsageError(f"{name}= is neither an argument of Session nor an option of {optimizer}", "leave it out, or see help(Session)")
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
