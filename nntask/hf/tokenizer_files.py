@@ -6,9 +6,7 @@ Plain bytes are written as a BPE without merges over the byte alphabet of GPT-2 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..data.byte_letters import byte_letters
@@ -26,7 +24,7 @@ def tokenizer_files(tokenizer: Tokenizer, longest: int, *, begins_after_end: boo
         begins_after_end: whether texts of the model begin after an end-of-text token. If so, and the tokenizer has no template, it gets one
             that puts the token there.
     """
-    content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _saved(tokenizer)
+    content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else json.loads(tokenizer.content())
     words = {token["id"]: token["content"] for token in content.get("added_tokens", []) if token.get("special")}
     special = tokenizer.special
     if begins_after_end and special.eos and not _has_template(content.get("post_processor")):
@@ -42,13 +40,6 @@ def tokenizer_files(tokenizer: Tokenizer, longest: int, *, begins_after_end: boo
 def as_text(values: Mapping[str, Any]) -> str:
     """Return indented JSON text with a newline at its end."""
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-
-
-def _saved(tokenizer: Tokenizer) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save(Path(scratch))
-        content: dict[str, Any] = json.loads(Path(scratch, TOKENIZER_FILE).read_text(encoding="utf-8"))
-    return content
 
 
 def _has_template(processor: Mapping[str, Any] | None) -> bool:

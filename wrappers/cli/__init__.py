@@ -43,6 +43,9 @@ COMMANDS: Final = {
 _NO_PATH: Final = (errno.ENAMETOOLONG, errno.EACCES)
 """Errors of a test whether a path exists that the path itself causes: it is too long, or lies in a directory without access."""
 
+_NO_THREAD: Final = "can't start new thread"
+"""Message of Python's RuntimeError for a limit of processes or memory."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process).
@@ -114,12 +117,22 @@ def _answer(command: Callable[[], int], output: Output) -> int:
         output.discard()
         return 0
     except Exception as error:
+        if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+            error = _no_thread()
         code = exit_code(error)
         if code == 1:
             raise
         complain(f"{str(error.filename)[:200]}: {error.strerror}; name another path" if isinstance(error, OSError) else str(error))
         output.flush_or_discard()
         return code
+
+
+def _no_thread() -> Exception:
+    from nntask import StorageError
+
+    return StorageError(
+        "the system starts no more threads for this process", "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu"
+    )
 
 
 def exit_code(error: Exception) -> int:

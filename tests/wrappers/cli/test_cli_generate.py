@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -147,7 +148,7 @@ def test_a_run_says_the_same_everywhere(here, capsys):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes", "bytes without end", "another's"])
-def test_exports_of_a_run_on_plain_texts_say_what_it_says(here, capsys, kind):
+def test_exports_of_a_run_on_plain_texts_say_what_it_says(here, capsys, monkeypatch, kind):
     """Its directory, one with quantised weights' types, a GGUF file, and transformers begin a prompt with the ids of the run, and write its text."""
     inner = train_bpe([TEXT], 290).inner
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -157,9 +158,11 @@ def test_exports_of_a_run_on_plain_texts_say_what_it_says(here, capsys, kind):
     flags = [*flags, "--tokenizer=bytes", "--config-path=bytes.json"] if kind == "bytes without end" else flags
     assert main([*TRAIN, *flags, "--steps=8", "--lr=1e-2", "--run-dir=run"]) == 0
     outputs = ["directory", "blocks", *(["file.gguf"] if "bytes" not in kind else [])]
-    assert main(["export", "run", "directory"]) == 0
-    for output in outputs[1:]:
-        assert main(["quantize", "run", output, "--type=f32"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/proc/none")  # a conversion writes to its target's directory only
+        assert main(["export", "run", "directory"]) == 0
+        for output in outputs[1:]:
+            assert main(["quantize", "run", output, "--type=f32"]) == 0
     capsys.readouterr()
     source = ModelSource.open("run")
     ids = source.text_ids(source.tokenizer()).prompt(PROMPTS[0])

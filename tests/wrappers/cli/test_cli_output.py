@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.commands import start
 from support.deadline import DEADLINE
 
 from nntask.checkpoints import find_checkpoint
@@ -103,6 +104,16 @@ def test_a_training_whose_output_goes_nowhere_is_saved(tmp_path: Path, is_termin
 def test_an_error_that_nobody_can_read(tmp_path: Path) -> None:
     """The exit code still says what happened."""
     assert shell("devices --ram much", ">/dev/full 2>/dev/full", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("command", [["devices"], ["train", "--steps=1", "--sample-tokens=0", "--run-dir=run"]], ids=lambda command: command[0])
+def test_a_system_that_starts_no_more_threads(command: list[str], tmp_path: Path) -> None:
+    """A limit of processes, here a stack that no memory holds, gives exit code 6 and one sentence, and the command does not hang."""
+    process = start(*command, script="import threading; threading.stack_size(1 << 46)", cwd=tmp_path)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 6, err
+    assert err.splitlines()[-1].startswith("nntask: the system starts no more threads for this process; raise its limit of processes (ulimit -u")
+    assert "Traceback" not in err
 
 
 def test_a_reader_that_has_ended(tmp_path: Path) -> None:
