@@ -107,6 +107,7 @@ def _answer(command: Callable[[], int], output: Output) -> int:
     """Run a command and print its error, except Ctrl-C; returns the exit code."""
     try:
         try:
+            _check_working_directory()
             code = command()
         except SystemExit:  # the help has been printed
             output.flush()
@@ -125,6 +126,20 @@ def _answer(command: Callable[[], int], output: Output) -> int:
         complain(f"{str(error.filename)[:200]}: {error.strerror}; name another path" if isinstance(error, OSError) else str(error))
         output.flush_or_discard()
         return code
+
+
+def _check_working_directory() -> None:
+    """Check that the working directory, which kernels need when they are compiled, exists.
+
+    Raises:
+        UsageError: it was removed.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        from nntask import UsageError
+
+        raise UsageError("the working directory has been removed", "change to another one") from None
 
 
 def _no_thread() -> Exception:
