@@ -124,3 +124,11 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
     if isinstance(error.__cause__, FoundNaN):
         return Diverged(str(error.__cause__), "lower --lr, raise --warmup-steps or set --grad-clip 1")
     return error
+
+
+def of_system_limit(error: BaseException) -> StorageError | None:
+    """Return the user's error for a limit of the system that Python raises as an error of its own; None for any other error."""
+    if not (isinstance(error, RuntimeError) and str(error) == "can't start new thread"):
+        return None
+    fact = "the system starts no more threads for this process"
+    return StorageError(fact, "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu")

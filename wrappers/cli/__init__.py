@@ -43,9 +43,6 @@ COMMANDS: Final = {
 _NO_PATH: Final = (errno.ENAMETOOLONG, errno.EACCES)
 """Errors of a test whether a path exists that the path itself causes: it is too long, or lies in a directory without access."""
 
-_NO_THREAD: Final = "can't start new thread"
-"""Message of Python's RuntimeError for a limit of processes or memory."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process).
@@ -118,8 +115,10 @@ def _answer(command: Callable[[], int], output: Output) -> int:
         output.discard()
         return 0
     except Exception as error:
-        if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-            error = _no_thread()
+        if isinstance(error, RuntimeError):
+            from nntask.hardware import of_system_limit
+
+            error = of_system_limit(error) or error
         code = exit_code(error)
         if code == 1:
             raise
@@ -140,14 +139,6 @@ def _check_working_directory() -> None:
         from nntask import UsageError
 
         raise UsageError("the working directory has been removed", "change to another one") from None
-
-
-def _no_thread() -> Exception:
-    from nntask import StorageError
-
-    return StorageError(
-        "the system starts no more threads for this process", "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu"
-    )
 
 
 def exit_code(error: Exception) -> int:
