@@ -87,8 +87,9 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
         except (MemoryError, OverflowError) as error:
             raise cannot_reserve(machine, error) from error
         except OSError as error:
-            place = "" if disk is None else disk.budget.text
-            raise StorageError(f"{place}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
+            if disk is None:
+                raise
+            raise StorageError(f"{disk.budget.text}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
         unused.pop_all()  # the runtime owns them from here on
     return runtime
 
