@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import ExitStack
@@ -129,7 +130,9 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
 
 def of_system_limit(error: BaseException) -> StorageError | None:
     """Return the user's error for a limit of the system that Python raises as an error of its own; None for any other error."""
-    if not (isinstance(error, RuntimeError) and str(error) == "can't start new thread"):
-        return None
-    fact = "the system starts no more threads for this process"
-    return StorageError(fact, "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu")
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        fact = "the system starts no more threads for this process"
+        return StorageError(fact, "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and not error.filename:
+        return StorageError("the system opens no more files for this process", "raise its limit of open files (ulimit -n)")
+    return None

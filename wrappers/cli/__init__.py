@@ -115,7 +115,7 @@ def _answer(command: Callable[[], int], output: Output) -> int:
         output.discard()
         return 0
     except Exception as error:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | OSError):
             from nntask.hardware import of_system_limit
 
             error = of_system_limit(error) or error
@@ -128,17 +128,17 @@ def _answer(command: Callable[[], int], output: Output) -> int:
 
 
 def _check_working_directory() -> None:
-    """Check that the working directory, which kernels need when they are compiled, exists.
+    """Check that there is a working directory, which kernels need when they are compiled.
 
     Raises:
-        UsageError: it was removed.
+        UsageError: it was removed, or cannot be used.
     """
     try:
         os.getcwd()
-    except FileNotFoundError:
+    except OSError as error:
         from nntask import UsageError
 
-        raise UsageError("the working directory has been removed", "change to another one") from None
+        raise UsageError(f"the working directory cannot be used: {error.strerror}", "change to another one") from None
 
 
 def exit_code(error: Exception) -> int:

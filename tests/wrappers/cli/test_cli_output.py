@@ -116,6 +116,18 @@ def test_a_system_that_starts_no_more_threads(command: list[str], tmp_path: Path
     assert "Traceback" not in err
 
 
+def test_a_system_that_opens_no_more_files(tmp_path: Path) -> None:
+    """A limit of open files that is met by a pipe, which has no name to blame, gives the same code and a sentence."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    script = "import os, errno\ndef pipe():\n    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))\nos.pipe = pipe"
+    process = start("train", "--dataset=text", "--dataset-path=text.txt", "--steps=1", "--run-dir=run", script=script, cwd=tmp_path)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, err.splitlines()[-1]) == (
+        6,
+        "nntask: the system opens no more files for this process; raise its limit of open files (ulimit -n)",
+    )
+
+
 def test_a_reader_that_has_ended(tmp_path: Path) -> None:
     """A broken pipe is no error."""
     done = shell("plan --help", "| true", tmp_path)

@@ -76,7 +76,7 @@ def test_a_working_directory_that_was_removed(
     monkeypatch.chdir("gone")
     (here / "gone").rmdir()
     code, err = refuse(capsys, argv)
-    assert (code, err) == (2, "nntask: the working directory has been removed; change to another one\n")
+    assert (code, err) == (2, "nntask: the working directory cannot be used: No such file or directory; change to another one\n")
 
 
 def test_names_of_that_kind_in_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
