@@ -56,10 +56,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
         UsageError: `NNTASK_WATCHDOG` is no positive number.
     """
     plan, disk, how = machine.gpus, machine.disk, machine.scheduling
-    try:
-        watchdog = watchdog_seconds(os.environ) if how.watchdog is None else how.watchdog
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    watchdog = _watchdog() if how.watchdog is None else how.watchdog
     if plan.why_none:
         print(f"nntask: {plan.why_none}", file=sys.stderr)
     with ExitStack() as unused:
@@ -93,6 +90,13 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
             raise StorageError(f"{disk.budget.text}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
         unused.pop_all()  # the runtime owns them from here on
     return runtime
+
+
+def _watchdog() -> float | None:
+    try:
+        return watchdog_seconds(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, NoRoom)
