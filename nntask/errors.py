@@ -96,6 +96,13 @@ class NntaskError(Exception):
         other._write(origins)
         return other
 
+    def advising(self, alternative: str) -> Self:
+        """Return the same error with a clause appended to its remedy."""
+        other = copy(self)
+        other._remedy += f", {alternative}"
+        other._write({})
+        return other
+
     def _write(self, origins: Mapping[str, FlagOrigin]) -> None:
         """Make the message."""
         named = set[str]()

@@ -22,9 +22,9 @@ from .core.errors import (
 from .core.records import REDUX, RW, SCRATCH, Condition, DataClass, Kind, Mode, R, W
 from .core.shortage import Shortage
 from .drivers.callbacks import FinishedTask, OnTask
-from .drivers.cpu import usable_cores
 from .drivers.disk import Source
 from .execution.trace import Trace
+from .storage.limits import usable_cores
 
 __all__ = [
     "REDUX",

@@ -6,8 +6,9 @@
     RUN/latest -> checkpoints/step-000100
 
 Guarantee: whenever the process dies, the newest directory named step-* is complete and its values are finite. The files are written to a directory
-with a temporary name and forced to disk; the directory is renamed to step-* last. Then the link `latest` moves, and then old checkpoints are removed.
-No file is a pickle. state.json holds the checksums of every other file and of itself, and a file that has changed since is refused.
+with a temporary name and forced to disk; the directory is renamed to step-* last. Then the link `latest` moves, if the file system has links, and
+old checkpoints are removed. No file is a pickle. state.json holds the checksums of every other file and of itself, and a file that has changed since
+is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..architecture.config_checks import check_num_weights
 from ..architecture.family_config import ModelConfig
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, NntaskError, StorageError, UsageError
-from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
+from ..io.atomic_write import NOT_OFFERED, PREFIX, fsync, remove_stale, written_aside
 from ..io.json_text import decoded
 from ..io.regular_file import read_text
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
@@ -317,7 +318,12 @@ def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
 def _point_latest(run: Path, final: Path) -> None:
     link = run / ".latest.tmp"  # a fixed name, so that the next save removes the link of a killed save
     link.unlink(missing_ok=True)
-    link.symlink_to(final.relative_to(run), target_is_directory=True)
+    try:
+        link.symlink_to(final.relative_to(run), target_is_directory=True)
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
+        return
     os.replace(link, run / "latest")
     fsync(run)
 

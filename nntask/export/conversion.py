@@ -26,6 +26,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import DoesNotFit, UsageError
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
+from ..inference.samples import begins_after_end
 from ..io.block_ranges import BlockRange, turned
 from ..io.strided_ranges import FileRange, Rows, windows
 from ..io.units import format_size
@@ -55,6 +56,7 @@ class Convertible:
         matrices: names in the family's files of the matrices of layers.
         tokenizer: tokenizer of the model; None without one.
         special: ids around texts.
+        begins_after_end: whether texts begin after an end-of-text token.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class Convertible:
     matrices: frozenset[str]
     tokenizer: Tokenizer | None
     special: Special
+    begins_after_end: bool
 
     @classmethod
     def of(cls, path: Path, config: Any, checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> Convertible:
@@ -76,11 +79,11 @@ class Convertible:
         matrices = _matrices(model)
         special = Special() if tokenizer is None else tokenizer.special
         if not isinstance(stored, ModelDirectory):
-            return cls(path, config, stored, matrices, tokenizer, special)
+            return cls(path, config, stored, matrices, tokenizer, special, checkpoint is not None and begins_after_end(checkpoint))
         if tokenizer is None:
             special = _declared(read_values(path)[0], config.vocab_size)
         stored.check({name: tensor.shape for name, tensor in model.tensors().items()})
-        return cls(path, config, {name: where for name, (_, where) in stored.weights().items()}, matrices, tokenizer, special)
+        return cls(path, config, {name: where for name, (_, where) in stored.weights().items()}, matrices, tokenizer, special, False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name in the family's files -> shape there, without the second name of a tied head."""

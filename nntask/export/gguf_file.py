@@ -157,7 +157,7 @@ def _vocabulary(source: Convertible, name: str) -> tuple[dict[str, Any], list[st
     special = source.special
     if source.tokenizer is None:
         return {NAME: name, "tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos, ())}, []
-    files = tokenizer_files(source.tokenizer, source.config.n_positions)
+    files = tokenizer_files(source.tokenizer, source.config.n_positions, begins_after_end=source.begins_after_end)
     if template := templates_of(files).get("default"):  # of several templates by name
         files[CHAT_TEMPLATE] = template
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos, name=name)

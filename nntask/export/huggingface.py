@@ -28,6 +28,7 @@ from ..hf.layout import FileLayout, blanks, shapes_of
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, SINGLE
 from ..hf.shard_index import INDEX
 from ..hf.tokenizer_files import as_text, tokenizer_files
+from ..inference.samples import begins_after_end
 from ..io.atomic_write import written_aside
 from ..io.finite import first_not_finite
 from ..io.json_file import read_object
@@ -176,7 +177,7 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
         kind = _KIND_NAMES[kind_of({each.dtype for each in weights.values()}, dtype)]
         # transformers 5 reads dtype, transformers 4 reads torch_dtype
         write_json(directory / CONFIG, {**source.config.to_dict(), **ids, "dtype": kind, "torch_dtype": kind})
-        write_tokenizer(directory, tokenizer, source.config.n_positions)
+        write_tokenizer(directory, tokenizer, source.config.n_positions, begins_after_end=begins_after_end(source))
         return done
 
     return write_directory(path, write)
@@ -306,10 +307,10 @@ def as_stored(
     return values
 
 
-def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int) -> None:
-    """Write the files of a tokenizer, unless it is None, into the directory of a model with a context of `n_positions` tokens."""
+def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int, *, begins_after_end: bool) -> None:
+    """Write the files of a tokenizer, unless it is None, into a model's directory; the other arguments are those of `tokenizer_files`."""
     if tokenizer is not None:
-        for name, text in tokenizer_files(tokenizer, n_positions).items():
+        for name, text in tokenizer_files(tokenizer, n_positions, begins_after_end=begins_after_end).items():
             (directory / name).write_text(text, encoding="utf-8")
 
 

@@ -25,6 +25,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..hf.layout import names_of
 from ..hf.model_directory import ADAPTER_CONFIG
+from ..inference.samples import begins_after_end
 from ..nn.layers import Linear
 from .huggingface import Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
 from .merged_weights import Array, adapter_arrays, capture_of
@@ -78,7 +79,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
         for name, array in tensors.items():
             ranges[name].write(as_stored(name, array, kind))
         write_json(directory / ADAPTER_CONFIG, values)
-        write_tokenizer(directory, tokenizer, source.config.n_positions)
+        write_tokenizer(directory, tokenizer, source.config.n_positions, begins_after_end=begins_after_end(source))
         num_weights = sum(array.size for array in tensors.values())
         return Exported((WEIGHTS,), num_weights * kind.itemsize, num_weights)
 

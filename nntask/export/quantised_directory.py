@@ -40,7 +40,7 @@ def write_quantised(source: Convertible, path: Path, asked: Conversion, *, force
         targets, stored = _new_file(directory / SINGLE, source, kinds)
         copy_weights(source, targets, {name: stored[name] for name in staying(source, kinds)}, kinds, asked)
         write_json(directory / CONFIG, {**source.config.to_dict(), **source.special.to_dict()})
-        write_tokenizer(directory, source.tokenizer, source.config.n_positions)
+        write_tokenizer(directory, source.tokenizer, source.config.n_positions, begins_after_end=source.begins_after_end)
         nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in stored.values())
         return Converted(source.nbytes, nbytes, sum(prod(shape) for shape in source.shapes().values()), stayed)
 

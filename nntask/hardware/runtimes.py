@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import ExitStack
@@ -55,10 +56,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
         UsageError: `NNTASK_WATCHDOG` is no positive number.
     """
     plan, disk, how = machine.gpus, machine.disk, machine.scheduling
-    try:
-        watchdog = watchdog_seconds(os.environ) if how.watchdog is None else how.watchdog
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    watchdog = _watchdog() if how.watchdog is None else how.watchdog
     if plan.why_none:
         print(f"nntask: {plan.why_none}", file=sys.stderr)
     with ExitStack() as unused:
@@ -87,10 +85,18 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
         except (MemoryError, OverflowError) as error:
             raise cannot_reserve(machine, error) from error
         except OSError as error:
-            place = "" if disk is None else disk.budget.text
-            raise StorageError(f"{place}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
+            if disk is None:
+                raise
+            raise StorageError(f"{disk.budget.text}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
         unused.pop_all()  # the runtime owns them from here on
     return runtime
+
+
+def _watchdog() -> float | None:
+    try:
+        return watchdog_seconds(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, NoRoom)
@@ -124,3 +130,13 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
     if isinstance(error.__cause__, FoundNaN):
         return Diverged(str(error.__cause__), "lower --lr, raise --warmup-steps or set --grad-clip 1")
     return error
+
+
+def of_system_limit(error: BaseException) -> StorageError | None:
+    """Return the user's error for a limit of the system that Python raises as an error of its own; None for any other error."""
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        fact = "the system starts no more threads for this process"
+        return StorageError(fact, "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and not error.filename:
+        return StorageError("the system opens no more files for this process", "raise its limit of open files (ulimit -n)")
+    return None

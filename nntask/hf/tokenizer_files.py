@@ -6,9 +6,7 @@ Plain bytes are written as a BPE without merges over the byte alphabet of GPT-2 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..data.byte_letters import byte_letters
@@ -17,11 +15,20 @@ from ..data.special_tokens import END_OF_TEXT, TOKENIZER_CONFIG
 from ..data.tokenizer import ByteTokenizer, Tokenizer
 
 
-def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
-    """Return the content of a tokenizer's files for a context of `longest` tokens; companion files that it was loaded with are unchanged."""
-    content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _saved(tokenizer)
+def tokenizer_files(tokenizer: Tokenizer, longest: int, *, begins_after_end: bool = False) -> dict[str, str]:
+    """Return the content of a tokenizer's files; companion files that it was loaded with are unchanged.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        longest: number of tokens of the model's context.
+        begins_after_end: whether texts of the model begin after an end-of-text token. If so, and the tokenizer has no template, it gets one
+            that puts the token there.
+    """
+    content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else json.loads(tokenizer.content())
     words = {token["id"]: token["content"] for token in content.get("added_tokens", []) if token.get("special")}
     special = tokenizer.special
+    if begins_after_end and special.eos and not _has_template(content.get("post_processor")):
+        content["post_processor"] = _template(_word(tokenizer, special.eos[0]), special.eos[0], content.get("post_processor"))
     named = {"bos_token": words.get(special.bos), "eos_token": words.get(special.eos[0]) if special.eos else None}
     if named["eos_token"] == END_OF_TEXT:
         named["unk_token"] = END_OF_TEXT  # the same as in GPT-2's tokenizer
@@ -35,11 +42,26 @@ def as_text(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _saved(tokenizer: Tokenizer) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save(Path(scratch))
-        content: dict[str, Any] = json.loads(Path(scratch, TOKENIZER_FILE).read_text(encoding="utf-8"))
-    return content
+def _has_template(processor: Mapping[str, Any] | None) -> bool:
+    """Return whether a post-processor of a tokenizer.json may put tokens around a text."""
+    if processor is None:
+        return False
+    inner = processor["processors"] if processor["type"] == "Sequence" else [processor]
+    return any(each["type"] != "ByteLevel" for each in inner)
+
+
+def _template(word: str, token: int, before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the post-processor that puts a token before each text, after the processor `before`."""
+    first, second = ([{"SpecialToken": {"id": word, "type_id": row}}, {"Sequence": {"id": name, "type_id": row}}] for row, name in enumerate("AB"))
+    known = {word: {"id": word, "ids": [token], "tokens": [word]}}
+    template = {"type": "TemplateProcessing", "single": first, "pair": [*first, *second], "special_tokens": known}
+    return template if before is None else {"type": "Sequence", "processors": [before, template]}
+
+
+def _word(tokenizer: Tokenizer, token: int) -> str:
+    if isinstance(tokenizer, ByteTokenizer):
+        return byte_letters().get(token, END_OF_TEXT)
+    return tokenizer.word(token)
 
 
 def _bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:

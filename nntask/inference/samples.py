@@ -11,8 +11,10 @@ import numpy as np
 
 from scheduler import Runtime
 
+from ..checkpoints.store import Checkpoint
 from ..config.run_config import LanguageRun
 from ..config.settings import TrainSettings
+from ..config.stored_run import stored_settings
 from ..data.known_ids import check_known
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
@@ -32,6 +34,11 @@ def begins_as_rows(settings: TrainSettings, form: str | None) -> bool:
         form: form of its data; None if it is not known.
     """
     return bool(settings.checkpoints.init_from) or form == "chat"
+
+
+def begins_after_end(checkpoint: Checkpoint) -> bool:
+    """Return whether a prompt of a checkpoint begins after an end-of-text token that its tokenizer's template need not put there."""
+    return checkpoint.config.objective == "causal" and not begins_as_rows(stored_settings(checkpoint), checkpoint.state.get("form"))
 
 
 def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) -> tuple[list[int], int]:

@@ -306,18 +306,41 @@ def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mappi
     return " | ".join(fields)
 
 
+def _not_printed(error: OSError) -> StorageError:
+    return StorageError(f"cannot write to standard output: {error.strerror or error}", "files saved so far are complete")
+
+
 class StepPrinter:
     """Prints step lines; on a terminal, a line is overwritten unless it must stay.
 
     Args:
         stream: destination of the lines; default: standard output.
         live: whether the last line may be overwritten; default: only if the stream is a terminal.
+
+    Attributes:
+        failure: first failed write within `deferring`; None for none.
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self.stream = sys.stdout if stream is None else stream
         self.live = self.stream.isatty() if live is None else live
-        self._open = False
+        self.failure: StorageError | None = None
+        self._open = self._is_deferring = False
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Raise the first failed write only at the end of this block, and discard what is written after it.
+
+        Raises:
+            StorageError: a write failed. A pipe without a reader is such a failure, too, since a training that it ends is not complete.
+        """
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+        if self.failure is not None:
+            raise self.failure
 
     def step(self, line: str, *, keep: bool) -> None:
         """Show a step; on a terminal only lines with `keep` stay."""
@@ -333,10 +356,15 @@ class StepPrinter:
         self._open = False
 
     def _write(self, text: str) -> None:
+        if self.failure is not None:
+            return
         try:
             self.stream.write(text)
             self.stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise StorageError(f"cannot write to standard output: {error.strerror or error}", "files saved so far are complete") from error
+        except (OSError, StorageError) as error:
+            if isinstance(error, BrokenPipeError) and not self._is_deferring:
+                raise
+            failure = error if isinstance(error, StorageError) else _not_printed(error)
+            if not self._is_deferring:
+                raise failure from error
+            self.failure = failure

@@ -5,7 +5,7 @@ from .preflight import check_disk, check_start, check_tier_directory, warn_of_di
 from .run import AroundTraining, train, train_untiled
 from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, machine_of, newest_run, write_machine, write_plan
 from .session import Opened, Session
-from .signals import Interrupts
+from .signals import SIGNALS, Interrupts
 
 __all__ = [
     "CONFIG",
@@ -13,6 +13,7 @@ __all__ = [
     "METRICS",
     "NODES",
     "PLAN",
+    "SIGNALS",
     "SUMMARY",
     "AroundTraining",
     "Comparison",

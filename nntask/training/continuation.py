@@ -26,12 +26,16 @@ def all_there(run: LanguageRun, step: int, steps: int) -> str:
     return f"all {steps} steps were done" if step == steps else interrupted(run, step)
 
 
-def until_restored(run: LanguageRun) -> str:
-    """Describe a run whose data can no longer be read."""
+def how_to_continue(run: LanguageRun, before: str = "") -> str:
+    """Describe a run that an error ended after its last steps were saved.
+
+    Args:
+        before: clause for what to do first.
+    """
     steps = step_directories(run.directory)
     if not steps:
         return "nothing was saved, so there is nothing to continue"
-    return f"the newest checkpoint is {steps[-1]}; restore the data, then continue with: {_command(run)}"
+    return f"the newest checkpoint is {steps[-1]}; {before}continue with: {_command(run)}"
 
 
 def left_behind(run: LanguageRun) -> str:

@@ -4,7 +4,8 @@ Guarantees:
 
 - A checkpoint holds exactly the state after its step, with the position in the data.
 - A loss, gradient norm or weight that is not finite is never saved and ends the run.
-- After a first Ctrl-C or SIGTERM, or when data can no longer be read, the steps in flight finish and are saved, if any step was done.
+- After a first Ctrl-C or SIGTERM, or when data can no longer be read or lines no longer be printed, the steps in flight finish and are saved, if any
+  step was done.
 """
 
 from __future__ import annotations
@@ -142,14 +143,18 @@ class Loop:
         Raises:
             Diverged: a loss, a gradient norm, or a weight to be saved is not finite.
             DataError: training or validation data cannot be read any more; the steps done are saved.
-            StorageError: a checkpoint or a line of metrics.jsonl could not be written.
+            StorageError: a checkpoint or a line of metrics.jsonl could not be written, or a line could not be printed; then the steps done are saved.
             RunStopped: a callback of `Runtime.on_task` stopped the run; the checkpoints so far are whole.
         """
+        with self.printer.deferring():
+            self._train()
+
+    def _train(self) -> None:
         plan = self.plan
         flying: _Flight | None = None
         self._last_end = perf_counter()
         for step in range(plan.first + 1, plan.steps + 1):
-            if self.interrupts.pending():
+            if self.interrupts.pending() or self.printer.failure is not None:
                 break
             if flying is not None and self.hooks.starts_alone(step):
                 self._land(flying)

@@ -70,7 +70,7 @@ class _Foreseen:
 
 
 def train(run: RunConfig, cluster: Cluster | None = None, around: AroundTraining | None = None) -> int:
-    """Run a training. Return 0, or 130 or 143 if it was interrupted.
+    """Run a training. Return 0, or 129, 130 or 143 if it was interrupted.
 
     Args:
         cluster: machines that train, for a run that `check_start` accepted before they were opened; None for this machine.

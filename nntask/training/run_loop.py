@@ -9,11 +9,11 @@ from typing import Any
 
 from ..config.run_config import LanguageRun
 from ..data.dataset import Dataset
-from ..errors import DataError
+from ..errors import DataError, StorageError
 from ..telemetry.metrics import Journal
 from ..telemetry.tensorboard import EventFile
 from .closing import close, summarise
-from .continuation import all_there, interrupted, until_restored
+from .continuation import all_there, how_to_continue, interrupted
 from .loop import Hooks, Loop, LoopPlan, Saver
 from .run_directory import METRICS, machine_of, versions, write_machine
 from .session import Session, print_totals
@@ -47,7 +47,9 @@ def run_loop(session: Session, hooks: Hooks) -> int:
             with contextlib.suppress(Exception):  # the user must see the error that ended the training
                 ending()
         if isinstance(error, DataError):
-            raise DataError(str(error), until_restored(run)) from error
+            raise DataError(str(error), how_to_continue(run, "restore the data, then ")) from error
+        if isinstance(error, StorageError) and error is printer.failure:
+            raise StorageError(error.fact, how_to_continue(run)) from error
         raise
     for ending in endings:
         ending()

@@ -1,13 +1,13 @@
-"""Ctrl-C and SIGTERM while training: the first signal requests an orderly end, the second ends the process at once.
+"""Ctrl-C, SIGTERM and SIGHUP while training: the first signal requests an orderly end, the second ends the process at once.
 
 The first signal only sets a flag. The training loop checks it between steps, lets the steps in flight finish, and saves. If the process ends before
-that, a message names the newest checkpoint.
-
-Python runs handlers on the main thread, once that thread runs Python. The system may deliver a signal to any thread, and the main thread may sleep
-indefinitely, so a second signal might never be handled. A thread of its own therefore reads the number of every signal from a pipe.
+that, a message names the newest checkpoint. Python runs handlers on the main thread, once that thread runs Python. The system may deliver a signal
+to any thread, and the main thread may sleep indefinitely, so a second signal might never be handled. A thread of its own therefore reads the number
+of every signal from a pipe.
 
 One request may arrive as two signals: `timeout` signals its child and then the child's whole group. A repeat right after the first signal is
-therefore ignored; a person's second Ctrl-C comes later.
+therefore ignored; a person's second Ctrl-C comes later. A terminal that closes sends SIGHUP, and so do its shell and the end of its session, so
+SIGHUP is never a second signal. Under `nohup`, which ignores it, it stays ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that request an end."""
 REPETITION_SECONDS: Final = 0.5
 """Repeats of the first signal within this many seconds are ignored."""
 
 
 class Interrupts:
-    """Context manager that catches SIGINT and SIGTERM. It does nothing off the main thread, where Python allows no handlers.
+    """Context manager that catches `SIGNALS`. It does nothing off the main thread, where Python allows no handlers.
 
     Attributes:
         signal: first signal that arrived; None for none.
@@ -44,7 +45,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
+        """Exit code: 129 after SIGHUP, 130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
         return 128 + self.signal if self.signal is not None else 0
 
     def pending(self) -> bool:
@@ -58,7 +59,9 @@ class Interrupts:
             threading.Thread(target=self._listen, args=(arrivals,), name="nntask signals", daemon=True).start()
             self._undo.callback(os.close, written)  # the thread then reads the end of the pipe, and ends
             self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(written, warn_on_full_buffer=False))
-            for number in _SIGNALS:
+            for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
         return self
 
@@ -75,6 +78,8 @@ class Interrupts:
         Args:
             now: seconds of a monotonic clock.
         """
+        if number == signal.SIGHUP:
+            return False
         if self._first is None:
             self._first = (number, now)
             return False
@@ -86,7 +91,7 @@ class Interrupts:
             while came := pipe.read(64):  # read all pending signals, so that those that arrive together have one time
                 now = time.monotonic()
                 for number in came:
-                    if number in _SIGNALS:
+                    if number in SIGNALS:
                         if self.is_second(number, now):
                             self._stop(number)
                         self._on_signal(number, None)

@@ -20,7 +20,6 @@ from ..core.policies import Placement, policy_of
 from ..core.records import NEW, HandleRecord, Mode, Task, TaskSpec, WorkerId, WorkerKind
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
-from ..drivers.cpu import usable_cores
 from ..drivers.disk import Source, staging_nbytes
 from ..drivers.gpu import Gpu
 from ..execution.acquisition import acquired
@@ -32,7 +31,7 @@ from ..planning.bounds import lower_bounds
 from ..planning.evaluation import PlannedOrder
 from ..planning.machine_pace import planning_machine
 from ..planning.recompute import NONE
-from ..storage.limits import memory_budgets, without_staging
+from ..storage.limits import memory_budgets, usable_cores, without_staging
 from ..storage.tier import DiskTier
 from .binding import Binding, bind, check_tasks
 from .placement import Ability, check_policies, check_workers, find_ability, too_large

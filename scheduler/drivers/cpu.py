@@ -50,11 +50,6 @@ class WorkerRuntime(Protocol):
         """Record the durations of tasks on a GPU."""
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def cores_for(num_workers: int) -> Sequence[int | None]:
     """Return the core that each worker is pinned to; None for any core.
 

@@ -6,6 +6,7 @@ no page faults happen after the first training step. Huge pages are requested if
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable
@@ -30,7 +31,8 @@ class HostArena:
         except (OSError, ValueError) as error:
             raise MemoryError(f"the system refused to reserve {nbytes:,} bytes of address space ({error}); lower the memory budget") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def copy_from(self, source: HostArena, source_offset: int, offset: int, nbytes: int) -> None:

@@ -1,7 +1,10 @@
-"""Limits on the host memory of this process: the machine's memory, cgroup limits (v1 and v2), and the memory already in use."""
+"""Limits on the host memory and the cores of this process: the machine's, those of its cgroups (v1 and v2), and the memory already in use."""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,20 +17,40 @@ RESERVE: Final = 256 << 20
 """Bytes reserved outside the budget for the running process: modules, task records (60 MiB at 3,000 tasks a step), and dirty pages of files being
 written, which a cgroup counts as well."""
 
-_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_GROUPS: Final = Path("/sys/fs/cgroup")
+_OWN: Final = Path("/proc/self/cgroup")
 
 
-def memory_limit() -> int:
-    """Return the bytes this process may use: the machine's memory or the cgroup's limit, whichever is smaller."""
+def memory_limit(groups: Path = _GROUPS, own: Path = _OWN) -> int:
+    """Return the bytes this process may use: the machine's memory or the cgroup's limit, whichever is smaller.
+
+    Above memory.high of cgroup v2 the system slows a process down until it hardly moves, so this is a limit, too.
+
+    Args:
+        groups: directory of the cgroups.
+        own: list of the cgroups of this process.
+    """
     limits = [int(psutil.virtual_memory().total)]
-    for path in (*_own_cgroup_files(), *map(Path, _FILES)):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
+    for directory, is_v1 in _groups_of("memory", groups, own):
+        names = ("memory.limit_in_bytes",) if is_v1 else ("memory.max", "memory.high")
+        limits.extend(int(text) for name in names if (text := _read(directory / name)).isdigit())
     return min(limits)
+
+
+def usable_cores(groups: Path = _GROUPS, own: Path = _OWN) -> int:
+    """Return the number of cores that this process may run on, or that its cgroup's share of processor time amounts to, rounded up.
+
+    Args:
+        groups: directory of the cgroups.
+        own: list of the cgroups of this process.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory, is_v1 in _groups_of("cpu", groups, own):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        share = " ".join(_read(directory / name) for name in files).split()  # microseconds of processor time in each period, and the period
+        if len(share) == 2 and all(text.isdigit() and int(text) for text in share):
+            cores = min(cores, math.ceil(int(share[0]) / int(share[1])))
+    return cores
 
 
 def default_ram_budget() -> int:
@@ -84,24 +107,23 @@ def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
     return ram, device
 
 
-def _own_cgroup_files() -> list[Path]:
-    """Return the limit files of the cgroup of this process and of its parents."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    paths: list[Path] = []
-    for line in lines:
+def _groups_of(controller: str, groups: Path, own: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield each directory of a cgroup of this process, or of a parent of it, that has the controller; and whether it is of cgroup v1."""
+    yield groups, False
+    yield groups / controller, True
+    for line in _read(own).splitlines():
         _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            root, leaf = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, leaf = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        group = root / name.lstrip("/")
-        paths += [directory / leaf for directory in (group, *group.parents) if directory.is_relative_to(root)]
-    return paths
+        if controllers == "" or controller in controllers.split(","):
+            root = groups / controller if controllers else groups
+            group = root / name.lstrip("/")
+            yield from ((directory, bool(controllers)) for directory in (group, *group.parents) if directory.is_relative_to(root))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def without_staging(ram: int, staging: int) -> int:

@@ -104,6 +104,7 @@ def _answer(command: Callable[[], int], output: Output) -> int:
     """Run a command and print its error, except Ctrl-C; returns the exit code."""
     try:
         try:
+            _check_working_directory()
             code = command()
         except SystemExit:  # the help has been printed
             output.flush()
@@ -114,12 +115,30 @@ def _answer(command: Callable[[], int], output: Output) -> int:
         output.discard()
         return 0
     except Exception as error:
+        if isinstance(error, RuntimeError | OSError):
+            from nntask.hardware import of_system_limit
+
+            error = of_system_limit(error) or error
         code = exit_code(error)
         if code == 1:
             raise
         complain(f"{str(error.filename)[:200]}: {error.strerror}; name another path" if isinstance(error, OSError) else str(error))
         output.flush_or_discard()
         return code
+
+
+def _check_working_directory() -> None:
+    """Check that there is a working directory, which kernels need when they are compiled.
+
+    Raises:
+        UsageError: it was removed, or cannot be used.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        from nntask import UsageError
+
+        raise UsageError(f"the working directory cannot be used: {error.strerror}", "change to another one") from None
 
 
 def exit_code(error: Exception) -> int:

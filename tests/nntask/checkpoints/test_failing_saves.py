@@ -63,6 +63,43 @@ for count in range(1, 100):
 """A child for each file operation of a save, which fails there: once, or from there on."""
 
 
+LIMITED = """
+import os, stat, sys
+from pathlib import Path
+from support.checkpoints import save_step
+
+code, honest = int(sys.argv[2]), os.fsync
+
+def fail():
+    raise OSError(code, os.strerror(code))
+
+def fsync(descriptor):
+    fail() if stat.S_ISDIR(os.fstat(descriptor).st_mode) else honest(descriptor)
+
+sys.addaudithook(lambda event, args: fail() if event == "os.symlink" else None)
+os.fsync = fsync
+for step in (5, 10):
+    save_step(Path(sys.argv[1]), step, keep=1)
+"""
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script that imports from the tests."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    argv = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL], ids=errno.errorcode.get)
+def test_a_file_system_without_links_and_forced_entries(code: int, tmp_path: Path) -> None:
+    """Checkpoints are saved and replaced there as ever, but for the link to the newest one, which its number tells."""
+    done = run_script(LIMITED, tmp_path / "run", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000010"]
+    assert find_checkpoint(tmp_path / "run").step == 10
+
+
 @pytest.mark.parametrize("lasting", ["lasting", pytest.param("once", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("code", "removals"),
@@ -77,9 +114,7 @@ for count in range(1, 100):
 )
 def test_a_failure_of_any_operation_keeps_a_whole_checkpoint(code: int, removals: str, lasting: str, tmp_path: Path) -> None:
     """The save says that it failed or is done, the newest checkpoint loads, and the next save works and leaves nothing else."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "PYTHONDONTWRITEBYTECODE": "1"}
-    argv = [sys.executable, "-c", FAILING, str(tmp_path), str(code), lasting, removals]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = run_script(FAILING, tmp_path, code, lasting, removals)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     ends = [int(line.split()[1]) for line in done.stdout.splitlines()]

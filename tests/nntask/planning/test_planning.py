@@ -296,7 +296,7 @@ def test_devices_far_too_small_are_told_what_they_need(monkeypatch: pytest.Monke
     with pytest.raises(DoesNotFit, match=r"more than .* tasks of a step; plan for larger ones, such as --devices 2x") as refused:
         plan_run(asked, wide, imaginary_machine("2x1KiB", asked.resources))
     assert refused.value.shortage is not None
-    assert (refused.value.shortage.cause, refused.value.shortage.node, refused.value.shortage.budget) == ("step", "sim:0", 1024)
+    assert (refused.value.shortage.cause, refused.value.shortage.node, refused.value.shortage.budget) == ("step", "gpu:0", 1024)
     _, others = with_advice(asked, str(refused.value))
     plan_run(asked, wide, imaginary_machine(others["devices"].rstrip(","), asked.resources))
 

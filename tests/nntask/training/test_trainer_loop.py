@@ -163,7 +163,7 @@ def test_the_printed_loss_can_be_the_sum(tmp_path, file):
     assert total == pytest.approx(8 * mean)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, file, number):
     """After a signal in step 4 the run ends with a checkpoint of step 4, and its continuation equals a straight run."""
     with Interrupts() as interrupts:
@@ -179,11 +179,28 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, file, number):
 
 
 def test_what_counts_as_a_second_signal():
-    """The same one again at once is the first, as often as it comes; the same later, or another one at any time, is the second."""
-    term, ctrl_c = signal.SIGTERM, signal.SIGINT
+    """The same one again at once is the first, as often as it comes; the same later, or another one at any time, is the second.
+
+    A terminal that closes is neither: its shell, and the end of its session, send more signals."""
+    term, ctrl_c, hang_up = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     interrupts = Interrupts()
     arrivals = [(term, 7.0), (term, 7.0), (term, 7.0 + 0.9 * REPETITION_SECONDS), (term, 7.0 + REPETITION_SECONDS), (ctrl_c, 7.0), (term, 60.0)]
     assert [interrupts.is_second(number, now) for number, now in arrivals] == [False, False, False, True, True, True]
+    interrupts = Interrupts()
+    assert [interrupts.is_second(*arrival) for arrival in [(hang_up, 1.0), (hang_up, 9.0), (term, 10.0), (hang_up, 11.0)]] == [False] * 4
+    assert interrupts.is_second(ctrl_c, 12.0)
+
+
+def test_a_run_without_its_terminal(tmp_path, file):
+    """Under nohup the end of the terminal is ignored, and the run completes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            loop, _ = train(tmp_path, file, steps=4, interrupts=interrupts, on_step=lambda step: os.kill(os.getpid(), signal.SIGHUP))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (loop.step, interrupts.exit_code) == (4, 0)
 
 
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path, file):

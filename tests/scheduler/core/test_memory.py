@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -296,6 +298,16 @@ def test_arenas_copy_bytes_between_each_other() -> None:
     one.memory[10:14] = b"tile"
     two.copy_from(one, 10, 100, 4)
     assert two.memory[99:105] == b"\0tile\0"
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their request is refused, and the memory is reserved all the same."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # an advice that no kernel knows
+    arena = HostArena(2 * PAGE)
+    with pytest.raises(OSError, match="Invalid argument"):
+        arena.memory.madvise(mmap.MADV_HUGEPAGE)
+    arena.memory[PAGE : PAGE + 4] = b"tile"
+    assert arena.memory[PAGE : PAGE + 4] == b"tile"
 
 
 def test_default_budget_stays_below_the_limit() -> None:

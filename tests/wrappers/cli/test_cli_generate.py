@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from tokenizers.models import WordLevel
 
 from nntask.data import load_tokenizer
 from nntask.data.tokenizer import BpeTokenizer, ByteTokenizer, train_bpe
-from nntask.inference.pretrained import TextIds
+from nntask.inference.pretrained import ModelSource, TextIds
 from nntask.io.units import flag_size, parse_size
 from nntask.models.gpt2 import GPT2Config
 from wrappers.cli import main
@@ -144,6 +145,37 @@ def test_a_run_says_the_same_everywhere(here, capsys):
         assert ("the model's context of 48 tokens is full" in found.err) == (row["end"] == "context")
         ends[row["end"]] = seed
     assert "context" in ends
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes", "bytes without end", "another's"])
+def test_exports_of_a_run_on_plain_texts_say_what_it_says(here, capsys, monkeypatch, kind):
+    """Its directory, one with quantised weights' types, a GGUF file, and transformers begin a prompt with the ids of the run, and write its text."""
+    inner = train_bpe([TEXT], 290).inner
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
+    inner.save(str(here / "tokenizer.json"))
+    (here / "bytes.json").write_text(json.dumps({**CONFIG.to_dict(), "vocab_size": 256}))
+    flags = {"bytes": ["--tokenizer=bytes"], "another's": ["--tokenizer-path=tokenizer.json"]}.get(kind, [])
+    flags = [*flags, "--tokenizer=bytes", "--config-path=bytes.json"] if kind == "bytes without end" else flags
+    assert main([*TRAIN, *flags, "--steps=8", "--lr=1e-2", "--run-dir=run"]) == 0
+    outputs = ["directory", "blocks", *(["file.gguf"] if "bytes" not in kind else [])]
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/proc/none")  # a conversion writes to its target's directory only
+        assert main(["export", "run", "directory"]) == 0
+        for output in outputs[1:]:
+            assert main(["quantize", "run", output, "--type=f32"]) == 0
+    capsys.readouterr()
+    source = ModelSource.open("run")
+    ids = source.text_ids(source.tokenizer()).prompt(PROMPTS[0])
+    assert transformers.AutoTokenizer.from_pretrained("directory")(PROMPTS[0]).input_ids == ids
+    texts = set()
+    for name in ("run", *outputs):
+        assert main(["generate", name, "--prompt-file=prompts.txt", *GREEDY]) == 0
+        texts.add(capsys.readouterr().out)
+        source = ModelSource.open(name)
+        assert source.text_ids(source.tokenizer()).prompt(PROMPTS[0]) == ids, name
+    assert len(texts) == 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("directory").eval()
+    assert expected(theirs, load_tokenizer("directory"), ids[:1], PROMPTS[0]) == texts.pop().splitlines()[1]
 
 
 def test_a_text_grows_by_what_its_newest_tokens_add():

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pty
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from support.commands import start
+from support.deadline import DEADLINE
 
+from nntask.checkpoints import find_checkpoint
 from wrappers.cli.output import Doing, complain
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,9 +66,66 @@ def test_a_run_with_its_streams_closed(tmp_path: Path) -> None:
     assert (written.returncode, written.stderr) == (6, SENTENCE)
 
 
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["pipe", "terminal"])
+def test_a_training_whose_output_goes_nowhere_is_saved(tmp_path: Path, is_terminal: bool) -> None:
+    """If the reader of a pipe ends, or a terminal closes, the steps done are saved first; the exit code says that the run is not complete."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    (tmp_path / "small.json").write_text(
+        json.dumps({"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3})
+    )
+    flags = "--config-path small.json --dataset text --dataset-path text.txt --tokenizer bytes --batch 1 --sample-tokens 0 --run-dir run"
+    command = [sys.executable, "-m", "nntask", "train", *flags.split(), "--steps", "1000000"]
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    take_terminal = f"import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, {command})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", take_terminal] if is_terminal else command,
+        stdin=theirs if is_terminal else subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        start_new_session=is_terminal,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    os.close(theirs)
+    shown = b""
+    while b"step 3/" not in shown:
+        shown += os.read(ours, 4096)
+    os.close(ours)
+    _, err = process.communicate(timeout=DEADLINE)
+    saved = find_checkpoint(tmp_path / "run")
+    assert saved.step >= 3
+    if process.returncode != 129:  # the signal of the terminal has come before a write failed
+        why = "Input/output error" if is_terminal else "Broken pipe"
+        ending = f"the newest checkpoint is run/checkpoints/step-{saved.step:06d}; continue with: nntask train --resume run\n"
+        assert (process.returncode, err) == (6, f"nntask: cannot write to standard output: {why}; {ending}")
+
+
 def test_an_error_that_nobody_can_read(tmp_path: Path) -> None:
     """The exit code still says what happened."""
     assert shell("devices --ram much", ">/dev/full 2>/dev/full", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("command", [["devices"], ["train", "--steps=1", "--sample-tokens=0", "--run-dir=run"]], ids=lambda command: command[0])
+def test_a_system_that_starts_no_more_threads(command: list[str], tmp_path: Path) -> None:
+    """A limit of processes, here a stack that no memory holds, gives exit code 6 and one sentence, and the command does not hang."""
+    process = start(*command, script="import threading; threading.stack_size(1 << 46)", cwd=tmp_path)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 6, err
+    assert err.splitlines()[-1].startswith("nntask: the system starts no more threads for this process; raise its limit of processes (ulimit -u")
+    assert "Traceback" not in err
+
+
+def test_a_system_that_opens_no_more_files(tmp_path: Path) -> None:
+    """A limit of open files that is met by a pipe, which has no name to blame, gives the same code and a sentence."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    script = "import os, errno\ndef pipe():\n    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))\nos.pipe = pipe"
+    process = start("train", "--dataset=text", "--dataset-path=text.txt", "--steps=1", "--run-dir=run", script=script, cwd=tmp_path)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, err.splitlines()[-1]) == (
+        6,
+        "nntask: the system opens no more files for this process; raise its limit of open files (ulimit -n)",
+    )
 
 
 def test_a_reader_that_has_ended(tmp_path: Path) -> None:

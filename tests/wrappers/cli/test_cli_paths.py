@@ -67,6 +67,18 @@ def test_a_name_that_no_file_system_takes(argv: list[str], here: Path, capsys: p
     assert len(err) < len(LONG)
 
 
+@pytest.mark.parametrize("argv", [["generate", "/run", "--prompt=a"], ["train", "--steps=1"]], ids=["generate", "train"])
+def test_a_working_directory_that_was_removed(
+    argv: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels cannot be compiled there; a sentence says so before anything else."""
+    (here / "gone").mkdir()
+    monkeypatch.chdir("gone")
+    (here / "gone").rmdir()
+    code, err = refuse(capsys, argv)
+    assert (code, err) == (2, "nntask: the working directory cannot be used: No such file or directory; change to another one\n")
+
+
 def test_names_of_that_kind_in_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An index of shards is refused; the trace that config.toml names is not there, and the report is drawn."""
     for name in (LONG, "\ud800" * 200, "a\0b"):

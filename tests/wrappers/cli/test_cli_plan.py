@@ -223,6 +223,20 @@ def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.
     assert "--disk must be SIZE or DIR:SIZE of an imaginary machine, got '1XB'; for example --disk 2TB" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("budget", ["--ram=1000TiB", "--disk=scratch:1000TiB", "--sim-gpu=1 --gpu-memory=1000TiB"])
+def test_a_budget_that_this_machine_lacks_may_be_of_another(config: str, capsys: pytest.CaptureFixture[str], budget: str) -> None:
+    """The refusal of a plan names --devices, with which the same budgets are planned; that of a training does not, nor a step that is too large."""
+    flags, advice = [config, "--batch=2", *budget.split()], "or plan for another machine with --devices, such as 8x80GiB@150TF"
+    assert main(["plan", *flags]) == 3
+    assert capsys.readouterr().err.endswith(f", {advice}\n")
+    assert main(["train", *flags, "--steps=1"]) == 3
+    assert "--devices" not in capsys.readouterr().err
+    if "gpu" not in budget:
+        assert main(["plan", *flags, "--devices=8x80GiB@150TF"]) == 0
+    assert main(["plan", config, "--batch=2", "--ram=100KiB", "--disk=scratch:1MB"]) == 3
+    assert "--devices" not in capsys.readouterr().err
+
+
 def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a given order the table says that it was given."""
     flags = ["plan", config, "--batch=2", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2", "--order=layers"]

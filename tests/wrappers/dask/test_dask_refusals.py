@@ -46,6 +46,7 @@ def test_an_error_that_travels_keeps_its_fields(is_registered: bool, monkeypatch
     assert isinstance(lost, PeerLost)
     assert (lost.rank, lost.why, str(lost)) == (3, "gone: reset", "node 3 does not answer any more: gone: reset")
     assert str(portable(KeyError("x"))) == str(NodeFailed("KeyError: 'x'"))
+    assert str(portable(RuntimeError("can't start new thread"))).startswith("the system starts no more threads for this process; raise its limit")
 
 
 def test_a_node_with_too_little_memory() -> None:

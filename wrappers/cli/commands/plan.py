@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     if asked.untiled is not None:
         return _print(_figures_through_torch(asked), asked)
     assert asked.config is not None  # the model has tiles
-    with naming(asked.sources):
+    with naming(asked.sources), _offering_devices(asked):
         machine = asked.devices
         if asked.resumed is not None:  # the figures depend on the settings alone, not on the checkpoint's weights
             stored = settings
@@ -94,6 +94,19 @@ def run(argv: Sequence[str]) -> int:
             settings, minibatch = choose_minibatch(settings, asked.config, there, target)
             figures = plan_run(settings, asked.config, target, machine=machine) | ({"minibatch": minibatch} if minibatch else {})
     return _print(figures, asked)
+
+
+@contextmanager
+def _offering_devices(asked: Request) -> Iterator[None]:
+    """Name --devices in the refusal of a budget that this machine does not have."""
+    from nntask import DoesNotFit
+
+    try:
+        yield
+    except DoesNotFit as error:
+        if asked.extra["devices"] or error.shortage is None or error.shortage.cause != "reserve":
+            raise
+        raise error.advising("or plan for another machine with --devices, such as 8x80GiB@150TF") from error
 
 
 def _check_flags(asked: Request) -> None:
@@ -146,7 +159,7 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
     assert asked.untiled is not None
     devices, link, disk_rate, ram_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate", "ram-rate"))
     settings = asked.settings
-    with naming(asked.sources):
+    with naming(asked.sources), _offering_devices(asked):
         load_torch(asked.untiled)
         from ...torch.trainer.training import plan
 

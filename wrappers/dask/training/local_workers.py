@@ -8,16 +8,18 @@ import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
+from nntask.training import SIGNALS
+
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM for threads that begin in this block, and for the processes that these threads start at any time.
+    """Block the signals that end a training for threads that begin in this block, and for the processes that these threads start at any time.
 
-    A Ctrl-C in a terminal and a SIGTERM to a process group reach the workers, too, but are meant for the client, which completes the step and
-    saves. Dask ends workers by a message and then by SIGKILL, and workers end by themselves when the client is gone."""
+    A Ctrl-C in a terminal, its end, and a SIGTERM to a process group reach the workers, too, but are meant for the client, which completes the step
+    and saves. Dask ends workers by a message and then by SIGKILL, and workers end by themselves when the client is gone."""
     with _quiet_tracker():
         resource_tracker.ensure_running()  # started here, because its start in the block would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
