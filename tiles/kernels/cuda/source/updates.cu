@@ -33,19 +33,19 @@ template <int N> __device__ inline double squares_of(const T *x, long long first
 
 // Sums of squares in double, part by part: `parts` has one number a block, and the last block of a tile adds up those of the tile
 KERNEL squares(Squared given, double *parts, u32 *arrivals) {
-    SHARED(double, buffer);
+    SHARED(double, sums);
     TILE_OF_BLOCK(tile, given);
     const T *x = given.x[tile];
     long long first = NUMBER_OF_THREAD(given, tile), step = NUM_THREADS(given, tile), count = given.counts[tile];
     double sum = count % WIDE == 0 && are_aligned(x) ? squares_of<WIDE>(x, first, step, count) : squares_of<1>(x, first, step, count);
-    sum = block_total(sum, buffer);
+    sum = block_total(sum, sums);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
     int begin = given.begins[tile], end = given.begins[tile + 1];
     if (!is_last_of(end - begin, arrivals + tile)) return;
     const volatile double *all = parts;
     sum = 0.0;
     for (int block = begin + threadIdx.x; block < end; block += blockDim.x) sum += all[block];
-    sum = block_total(sum, buffer);
+    sum = block_total(sum, sums);
     if (threadIdx.x == 0) given.sums[tile][0] = sum;
 }
 EXPORT(squares)
