@@ -32,8 +32,6 @@ import experts
 from nntask.models import FAMILIES
 from scheduler.storage import DiskTier, HostArena
 
-BUSY: Final = 0.85
-"""Least share of the cores that a step in memory must have had: with less, other programs ran, and copies hid behind these."""
 LENGTH: Final = 512
 """Tokens of a sequence."""
 SHAPE: Final = {"vocab": 2048, "width": 512, "inner": 512, "layers": 2, "experts": 32, "chosen": 4}
@@ -72,7 +70,7 @@ def disk_rate(folder: str) -> dict[str, float]:
 
 
 def compared(what: str, sides: Mapping[str, claims.Result], num_tokens: int, rates: Mapping[str, float], bar: float) -> list[dict[str, Any]]:
-    """Rows of a pair: speed, processor time, and the least time of the copies. A speed beside other programs is not resolved.
+    """Rows of a pair: speed, processor time, and the least time of the copies. A speed is not resolved if quartiles of rounds enclose its bar.
 
     Args:
         sides: results of the job beyond memory and of the job in memory, in that order.
@@ -85,7 +83,9 @@ def compared(what: str, sides: Mapping[str, claims.Result], num_tokens: int, rat
     copying = statistics.median(sum(moved / rates[_direction(link)] for link, moved in lap["moved_bytes"].items()) for lap in beyond["steady"])
     label = f"{what}, {name}"
     speed = common.compare(label, "tokens/s", num_tokens / seconds[0], peer, num_tokens / seconds[1], better="more", bar=f"ratio >= {bar}")
-    if processor[1] < BUSY * common.usable_cores() * seconds[1]:
+    low, _, high = statistics.quantiles([b / a for a, b in zip(beyond["seconds"], inside["seconds"], strict=True)], n=4)
+    speed["quartiles"] = [round(low, 4), round(high, 4)]
+    if low < bar <= high:
         speed["verdict"] = "not resolved"
     rows = [
         speed,

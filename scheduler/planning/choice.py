@@ -126,7 +126,7 @@ def _judged(best: PlanCandidate, candidates: Sequence[PlanCandidate], order: str
 def _fastest(tried: Sequence[_Judged]) -> _Judged:
     """Return the fastest judged candidate; of its recomputation in orders that are as fast within 1 %, the one that moves the fewest bytes.
 
-    Virtual time charges copies to links, but those of a disk take time of the processors, too: 0.4 s per GB, measured with tiles of 1 MB.
+    Virtual time charges copies to links, but those of a disk take time of the processors, too.
     """
     seconds, fastest, _ = min(tried, key=lambda row: row[0])
     near = [row for row in tried if row[1].recomputation is fastest.recomputation and MARGIN * row[0] <= seconds]

@@ -13,7 +13,7 @@ from .recompute import Recomputation
 from .value_groups import AUTO
 
 MARGIN: Final = 0.99
-"""Ratio of costs from which on a candidate replaces one without recomputation."""
+"""Ratio of costs from which on a candidate replaces one without recomputation. Costs that are closer count as equal."""
 NEAR: Final = 1.1
 """Ratio of costs up to which a candidate may be faster than the best one, since forecasts err: such orders are evaluated further, and judged."""
 
