@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import claims
 import common
 import experts
+import numpy as np
 
 from nntask.models import FAMILIES
 from scheduler.storage import DiskTier, HostArena
@@ -83,7 +84,7 @@ def compared(what: str, sides: Mapping[str, claims.Result], num_tokens: int, rat
     copying = statistics.median(sum(moved / rates[_direction(link)] for link, moved in lap["moved_bytes"].items()) for lap in beyond["steady"])
     label = f"{what}, {name}"
     speed = common.compare(label, "tokens/s", num_tokens / seconds[0], peer, num_tokens / seconds[1], better="more", bar=f"ratio >= {bar}")
-    low, _, high = statistics.quantiles([b / a for a, b in zip(beyond["seconds"], inside["seconds"], strict=True)], n=4)
+    low, high = np.quantile(np.divide(inside["seconds"], beyond["seconds"]), (0.25, 0.75)).tolist()
     speed["quartiles"] = [round(low, 4), round(high, 4)]
     if low < bar <= high:
         speed["verdict"] = "not resolved"
