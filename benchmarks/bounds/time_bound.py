@@ -167,7 +167,7 @@ class TimedStep:
         tasks: list[list[RecordedTask]] = []
         for value in self._values.values():
             if numbers.setdefault(_production(value, plan), len(tasks)) == len(tasks):
-                tasks.append(value.tasks)
+                tasks.append(value.production.tasks)
         whole = {at: number for (production, is_tail), number in numbers.items() if not is_tail for at in production}
         self._makers = {handle: _numbers_of(value, _production(value, plan), numbers, whole) for handle, value in self._values.items()}
         known = seconds(StepPlan([task for each in tasks for task in each], plan.owned))
@@ -195,7 +195,8 @@ class TimedStep:
 
 def _production(value: Value, plan: StepPlan) -> tuple[tuple[int, ...], bool]:
     """Return the key of a value's production, and whether it is the tail of a task; equal keys mean the same production."""
-    return value.production, value.tasks[0] is not plan.tasks[value.production[0]]
+    positions = value.production.positions
+    return positions, value.production.tasks[0] is not plan.tasks[positions[0]]
 
 
 def _numbers_of(
@@ -203,7 +204,7 @@ def _numbers_of(
 ) -> tuple[int, ...]:
     """Return the productions that compute a value: its own, and that of other results of the same task."""
     own = numbers[key]
-    return tuple(dict.fromkeys([own, whole.get(value.production[0], own)]))
+    return tuple(dict.fromkeys([own, whole.get(value.production.positions[0], own)]))
 
 
 def order_in(plan: StepPlan, planned: PlannedOrder) -> list[int]:

@@ -31,24 +31,41 @@ BLOCK: Final = "block"
 
 
 @dataclass(frozen=True, slots=True)
+class Production:
+    """The tasks that compute a value and, together with it, other values, which share this object.
+
+    Attributes:
+        positions: positions of the tasks, or of the one whose tail is the production.
+        tasks: the tasks themselves, or the tail as a task.
+        inputs: handles that the tasks read, without those that they write.
+        results: handles that the tasks write.
+        overwritten: position of the first task after the first of `positions` that writes an input; the number of tasks of the step if none does.
+    """
+
+    positions: tuple[int, ...]
+    tasks: list[RecordedTask]
+    inputs: list[HandleRecord]
+    results: list[HandleRecord]
+    overwritten: int
+
+    def is_repeatable(self, position: int) -> bool:
+        """Whether the production ends before the task at `position`, and would read the same data again there."""
+        return self.positions[-1] < position <= self.overwritten
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
     """A value that can be recomputed.
 
     Attributes:
         handle: handle that holds it.
-        production: positions of the tasks that recompute it, or of the one whose tail does.
-        tasks: the tasks of the production, or the tail as a task.
-        inputs: handles that the production reads, without those that it writes.
-        results: handles that the production writes.
+        production: tasks that recompute it.
         leaves: position of the last use before the gap.
         wanted: position of the first use after the gap.
     """
 
     handle: HandleRecord
-    production: tuple[int, ...]
-    tasks: list[RecordedTask]
-    inputs: list[HandleRecord]
-    results: list[HandleRecord]
+    production: Production
     leaves: int
     wanted: int
 
@@ -69,6 +86,7 @@ class Values:
         self._writers: dict[HandleRecord, list[int]] = {}
         self._whole: dict[HandleRecord, bool] = {}  # whether the data of a handle is a value
         self._values: dict[HandleRecord, Value | None] = {}
+        self._productions: dict[HandleRecord, Production | None] = {}  # None for a value that must not be recomputed
         created = [0] * len(plan.tasks)
         for handle, use in plan.uses.items():
             writers = [position for position, mode in zip(use.positions, use.modes, strict=True) if mode == W or mode == RW]
@@ -98,16 +116,6 @@ class Values:
         """Return the position of the last task that writes a handle."""
         return self._writers[handle][-1]
 
-    def is_unchanged(self, value: Value, position: int) -> bool:
-        """Whether the production ends before the task at `position`, and would read the same data again there."""
-        if value.production[-1] >= position:
-            return False
-        for handle in value.inputs:
-            writers = self._writers.get(handle, ())
-            if writers and bisect_right(writers, value.production[0]) != bisect_right(writers, position - 1):
-                return False
-        return True
-
     def _value(self, handle: HandleRecord) -> Value | None:
         """Compute the value of a handle, for `of`."""
         if not self._whole.get(handle):
@@ -119,40 +127,52 @@ class Values:
         last = self.plan.tasks[uses[num_writers - 1]]
         tail = last.codelet.tail if isinstance(last.codelet, Codelet) and num_writers == 1 and last.condition is None else None
         if tail is not None and handle in (last.accesses[index][0] for index in tail.writes):
-            production: tuple[int, ...] | None = (uses[0],)
-            tasks = [_tail_of(last, tail)]
-        elif (production := self._production(handle)) is not None:
-            tail, tasks = None, [self.plan.tasks[position] for position in production]
-        if production is None:
+            return Value(handle, self._of_tasks(uses[:1], [_tail_of(last, tail)]), uses[after - 1], uses[after])
+        production = self._production(handle)
+        if production is None or not production.is_repeatable(uses[after]):
             return None
-        results = [*dict.fromkeys(other for task in tasks for other, mode in task.accesses if mode == W)]
-        inputs = [*dict.fromkeys(other for task in tasks for other, mode in task.accesses if mode == R and other not in results)]
-        value = Value(handle, production, tasks, inputs, results, uses[after - 1], uses[after])
-        return value if tail is not None or self.is_unchanged(value, value.wanted) else None
+        return Value(handle, production, uses[after - 1], uses[after])
 
-    def _production(self, handle: HandleRecord) -> tuple[int, ...] | None:
-        """Return the positions of all tasks that write the handle, or another one together with it; None if one of them must not be cloned."""
-        production: set[int] = set()
-        seen = {handle}
+    def _production(self, handle: HandleRecord) -> Production | None:
+        """Return the production of all tasks that write the handle, or another one together with it; None if one of them must not be cloned."""
+        if handle not in self._productions:
+            positions, written = self._written_together(handle)
+            tasks = [self.plan.tasks[position] for position in positions]
+            is_pure = all(self._whole[other] for other in written) and all(self._may_be_cloned(task) for task in tasks)
+            self._productions.update(dict.fromkeys(written, self._of_tasks(positions, tasks) if is_pure else None))
+        return self._productions[handle]
+
+    def _written_together(self, handle: HandleRecord) -> tuple[list[int], Set[HandleRecord]]:
+        """Return the positions of the tasks that write the handle, or another one together with it, and all handles that they write."""
+        positions: set[int] = set()
+        written = {handle}
         pending = [handle]
         while pending:
             for position in self._writers[pending.pop()]:
-                if position in production:
-                    continue
-                production.add(position)
-                task = self.plan.tasks[position]
-                if task.kinds[0] == "host":
-                    return None
-                for other, mode in task.accesses:
-                    if mode == R:
-                        if other.spec.kind == "input" and other not in self.plan.owned:
-                            return None
-                    elif mode != SCRATCH and other not in seen:
-                        if not self._whole.get(other):
-                            return None
-                        seen.add(other)
-                        pending.append(other)
-        return tuple(sorted(production))
+                if position not in positions:
+                    positions.add(position)
+                    others = {other for other, mode in self.plan.tasks[position].accesses if mode not in (R, SCRATCH)} - written
+                    written |= others
+                    pending.extend(others)
+        return sorted(positions), written
+
+    def _may_be_cloned(self, task: RecordedTask) -> bool:
+        """Return whether a task reads no input of the program, and waits for nothing outside the step."""
+        reads = (handle for handle, mode in task.accesses if mode == R)
+        return task.kinds[0] != "host" and all(handle.spec.kind != "input" or handle in self.plan.owned for handle in reads)
+
+    def _of_tasks(self, positions: Sequence[int], tasks: list[RecordedTask]) -> Production:
+        """Return the production that consists of the given tasks."""
+        results = dict.fromkeys(handle for task in tasks for handle, mode in task.accesses if mode == W)
+        inputs = dict.fromkeys(handle for task in tasks for handle, mode in task.accesses if mode == R and handle not in results)
+        overwritten = min((self._next_write(handle, positions[0]) for handle in inputs), default=len(self.plan.tasks))
+        return Production(tuple(positions), tasks, [*inputs], [*results], overwritten)
+
+    def _next_write(self, handle: HandleRecord, position: int) -> int:
+        """Return the position of the first task after `position` that writes a handle; the number of tasks if none does."""
+        writers = self._writers.get(handle, [])
+        index = bisect_right(writers, position)
+        return writers[index] if index < len(writers) else len(self.plan.tasks)
 
 
 def _tail_of(task: RecordedTask, tail: Tail) -> RecordedTask:
@@ -271,7 +291,7 @@ class _Rewriting:
         while stack:
             wanted = stack[-1]
             value = self._missing(wanted, position)
-            inputs = [] if value is None else value.inputs
+            inputs = [] if value is None else value.production.inputs
             missing = [each for each in inputs if self._missing(each, position) is not None]
             stack.extend(reversed(missing))
             if not missing:
@@ -284,13 +304,13 @@ class _Rewriting:
         if handle in self._copies or handle in self._lasting or self._is_live(handle, position):
             return None
         value = self._values.of(handle)
-        return value if value is not None and self._values.is_unchanged(value, position) else None
+        return value if value is not None and value.production.is_repeatable(position) else None
 
     def _clone(self, value: Value, position: int) -> None:
         """Enter clones of the production of a value before the task at a position, which could read all its inputs."""
-        copies = {handle: self._copy_of(handle) for handle in value.results}
+        copies = {handle: self._copy_of(handle) for handle in value.production.results}
         label = self._plan.tasks[position].label._replace(block=None)
-        for task in value.tasks:
+        for task in value.production.tasks:
             accesses = tuple(
                 (copies.get(handle) or (self._operand(handle, position) if mode == R else handle), mode) for handle, mode in task.accesses
             )

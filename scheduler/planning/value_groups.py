@@ -107,7 +107,7 @@ def _feeds_itself(values: Values, group: ValueGroup, handles: Set[HandleRecord],
     """
     value = values.of(group.middle)
     assert value is not None  # it is in a group
-    return not clones_of(values, group.middle, recomputed)[1].isdisjoint(handles - set(value.results))
+    return not clones_of(values, group.middle, recomputed)[1].isdisjoint(handles - set(value.production.results))
 
 
 def leading_groups(groups: Sequence[ValueGroup], count: int, share: float = 1.0) -> Recomputation:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from time import process_time
-from types import FrameType
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_calls import num_calls
 from support.search import search
 from support.toy_steps import PlanBuilder, toy_step
 
@@ -163,22 +163,6 @@ def test_a_step_of_one_minibatch_is_left_in_order() -> None:
     assert orders["layers"] == orders["eager-update"]
 
 
-def num_calls(plan: StepPlan) -> int:
-    """Functions that are called while all candidates are worked out."""
-    found = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        assert len(candidates(plan)) > 10
-    finally:
-        sys.setprofile(None)
-    return found
-
-
 def test_twenty_thousand_tasks_take_little_time() -> None:
     """The work on a task does not grow with the step, and all candidates of a long step take little more than to write the step down."""
     begin = process_time()
@@ -187,5 +171,5 @@ def test_twenty_thousand_tasks_take_little_time() -> None:
     assert process_time() - built < 20 * (built - begin)
     assert len(plan.tasks) > 19_500
     shorter = [toy_step(layers=100, minibatches=minibatches) for minibatches in (4, 16)]
-    few, many = (num_calls(each) / len(each.tasks) for each in shorter)
+    few, many = (num_calls(partial(candidates, each)) / len(each.tasks) for each in shorter)
     assert many < 1.5 * few

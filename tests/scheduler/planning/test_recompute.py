@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from support.counted_calls import num_calls
 from support.toy_steps import PAGE, PlanBuilder, toy_step, wide_step
 
 from scheduler.core.codelet import Codelet, Tail
@@ -86,6 +87,27 @@ def test_sums_are_made_again_as_a_whole() -> None:
     found = again(builder, total)
     assert tasks_of(found)[-3:] == ["begin: w > total", "add: w > total side", "join: total far > out"]
     assert tasks_of(again(builder, side)) == tasks_of(builder.plan())  # nobody reads it
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_work_on_a_value_does_not_grow_with_its_production(is_kept: bool) -> None:
+    """Results of many tasks that add to one sum are one production, worked out once, also if it must not be cloned. The gradients of all experts of
+    a layer are such results."""
+
+    def work(num_tasks: int) -> float:
+        builder = PlanBuilder()
+        w, total = builder.tile("w", "input" if is_kept else "persistent"), builder.tile("total")
+        sides = [builder.tile("side") for _ in range(num_tasks)]
+        for side in sides:
+            builder.task("add", (w, "R"), (total, "W" if side is sides[0] else "RW"), (side, "W"))
+        for side in sides:
+            builder.task("use", (side, "R"), (total, "R"), (builder.tile("end"), "W"))
+        values = Values(builder.plan())
+        count = num_calls(lambda: [values.of(side) for side in sides])
+        assert {values.of(side) is None for side in sides} == {is_kept}
+        return count / num_tasks
+
+    assert work(64) < 1.5 * work(16)
 
 
 def test_nothing_is_cloned_that_could_differ_or_be_felt() -> None:
