@@ -85,9 +85,11 @@ def _kept(op: str, args: list[np.ndarray], constants: dict[str, Any]) -> set[int
     return {place % num_tiles for place in FLOATS.get(op, ()) if place < num_tiles}
 
 
-def arguments(op: str, number: int, short: bool) -> tuple[list[np.ndarray], dict[str, Any]]:
+def arguments(op: str, number: int, short: bool, seed: int = 0) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Arguments of a case, pure outputs full of NaN, and its constants."""
-    args, outputs, constants = CASES[op][number](Maker(np.float32))
+    make = Maker(np.float32)
+    make.rng = np.random.default_rng(seed)
+    args, outputs, constants = CASES[op][number](make)
     kept = _kept(op, args, constants)
     if op == "attention_backward" and "accumulate" in constants:
         kept.add(len(args) - 2)

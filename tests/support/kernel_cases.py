@@ -236,7 +236,7 @@ def _expert(make: Maker, *, expert: int, backward: bool, first: bool = False, is
     shapes = ((rank, 3), (rank, 4), (7, rank), (7, rank), (rank, 7), (3, rank), (4, rank)) if rank else ()
     factors, how = [make(*shape) * make.dtype.type(0.25) for shape in shapes], {"scale": 0.5} if rank else {}
     given = [*xs, *gates, *ups, *downs, *_choices(make), *factors]
-    sizes = expert_scratch(10, 7, 7, 8, is_backward=backward, rank=rank), device_expert_scratch(10, 7, 4, is_backward=backward, rank=rank)
+    sizes = expert_scratch(10, 7, 7, 8, is_backward=backward, rank=rank), device_expert_scratch(10, 4, 7, 4, is_backward=backward, rank=rank)
     room = np.empty(max(sizes), np.uint8)
     if not backward:
         return [*given, make(2, 5, 3), make(2, 5, 4), room], [], {"num_c": 2, "expert": expert, **how}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.cuda_cases import BF16
 from support.cuda_emulator import COMPILER, Emulator, on_device
-from support.kernel_cases import Maker
+from support.kernel_cases import Maker, patterned_backward
 
 from scheduler.core.codelet import KernelChain
 from tiles.emission import codelet
@@ -149,6 +149,23 @@ def test_a_head_with_weights_of_its_own_is_computed_pass_by_pass(has_copy: bool,
     chain.run([([on_device(array) for array in arrays], constants) for arrays, constants in whole])
     for (expected, _), (results, _) in zip(calls[1:], whole[1:], strict=True):
         assert [one.tobytes() for one in expected if one.dtype != np.uint8] == [one.tobytes() for one in results if one.dtype != np.uint8]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
+def test_the_gradient_of_a_bias_reads_delta_after_it_is_written(dtype: Any, emulator: Emulator) -> None:
+    """Tensor cores compute delta with the gradient of the queries, which is started after the gradient of the bias."""
+    emulator.backwards = False
+    chain = CHAINS["attention_delta + attention_backward"]
+    arrays, _, constants = patterned_backward(Maker(np.float32), "bias", stored=False, first=True, size=SIZE, tq=20, tk=20)
+    arrays = [array.astype(dtype) if number in (0, 1, 2, 3, 6, 7, 8) else array for number, array in enumerate(arrays)]
+    o, delta = Maker(np.float32)(*arrays[3].shape).astype(dtype), np.full_like(arrays[5], np.nan)
+    arrays[5] = delta
+    single: list[Call] = [([o, arrays[3], delta], {"head_size": SIZE}), (arrays, constants)]
+    whole = copied(single)
+    for one, (given, numbers) in zip(chain.kernels, single, strict=True):
+        one(*map(on_device, given), **numbers)
+    chain.run([([on_device(array) for array in given], numbers) for given, numbers in whole])
+    assert [array.tobytes() for array in single[1][0][:-1]] == [array.tobytes() for array in whole[1][0][:-1]]
 
 
 def test_what_is_chained() -> None:

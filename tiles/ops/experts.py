@@ -4,7 +4,7 @@ A task of an expert gets a whole tile of rows and gathers those that chose the e
 Results are added in the order of experts to a tensor that begins at zero (or at the result of a shared expert): no task of an expert is the first
 to write it. If all rows are in one tile, there are several such tensors, so several workers compute, and the tensors are added at the end. The
 routing writes a flag for each expert that a row chose, and tasks of other experts are skipped, before their weights are fetched. Of the backward
-tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens. Those of its
+tasks of an expert that is learnt, the first of each sum always runs: gradients must exist, and are zero for an expert without tokens. Gradients of
 low-rank updates begin with tasks that write zeros, so a frozen expert without tokens is not fetched.
 
 Legend: x (B, T, C), logits (B, T, E), choices (B, T, K) int32, weights (B, T, K), flags (b, t, E) uint8 for b x t tiles of rows; matrices of an
@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
+from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W, current_contribution
 
 from ..emission import emit, scratch
 from ..kernels.cpu.experts import expert_scratch_nbytes
@@ -172,10 +172,10 @@ def experts_backward(
 
 
 def _begin(x: TileTensor, routing: Routing, gradient: ExpertUpdate, number: int) -> None:
-    """Write zeros to the gradients of an expert's update that have no contribution yet, in all lanes, to which the next contributions belong."""
+    """Write zeros to the gradients of an expert's update that have no contribution yet, in all lanes to which contributions go."""
     tiles = dict.fromkeys(tile for i in range(gradient.gate_b.grid[0]) for tile in gradient.tiles(i))
     condition = _condition(x, routing, number)._replace(guard=0)
-    for _ in range(x.runtime.lanes):
+    for _ in range(x.runtime.lanes if current_contribution() is None else 1):
         accesses: list[Access] = [(routing.flags[*next(iter(leading(x))), 0], R), *((tile, REDUX) for tile in tiles)]
         emit(x.runtime, "zero_sums", accesses, condition=condition)
 
@@ -217,7 +217,7 @@ def _scratch(x: TileTensor, expert: Expert, updates: ExpertUpdates | None, *, is
     if x.runtime.has_gpus:
         from ..kernels.cuda.experts import expert_scratch_nbytes as on_device
 
-        nbytes = max(nbytes, on_device(num_rows, expert.gate.tile[0], x.dtype.itemsize, is_backward=is_backward, rank=rank))
+        nbytes = max(nbytes, on_device(num_rows, x.tile[-1], expert.gate.tile[0], x.dtype.itemsize, is_backward=is_backward, rank=rank))
     return scratch(x.runtime, nbytes), SCRATCH
 
 

@@ -104,11 +104,12 @@ def test_adapters_of_experts_without_tokens_decay_as_pefts() -> None:
         assert relative(array, learnt[name].detach().numpy()) < 2e-3, name
 
 
-def test_tasks_of_experts_without_tokens_are_skipped() -> None:
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_tasks_of_experts_without_tokens_are_skipped(lanes: int) -> None:
     """In both passes, so that neither they nor their adapters are fetched; tasks of their own write the zeros of their gradients."""
     config, gradients = IDLE, []
     for tiling in (ModelTiling(1, 4, 16, 24, -1, 31), ModelTiling(5, 11, 16, 24, -1, 31)):
-        with Runtime(1) as runtime:
+        with Runtime(1, lanes=lanes) as runtime:
             model = with_adapters(build(config, tiling, runtime, seed=3))
             loss = model(**written(model, random_batch(config, 1)))
             runtime.wait()

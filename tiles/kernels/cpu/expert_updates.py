@@ -53,11 +53,11 @@ class LowRankProducts:
         slopes *= slopes.dtype.type(self._scale)
         gemm(slopes, self._factors.down_a, dhidden, beta=1.0)
 
-    def learn_outer(self, of: ExpertFactors, dys: Sequence[Array], hidden: Array, weigh: Callable[[Array], None], beta: float) -> None:
+    def learn_outer(self, gradients: ExpertFactors, dys: Sequence[Array], hidden: Array, weigh: Callable[[Array], None], beta: float) -> None:
         """Compute the gradients of the factors of down, after `add_hidden_slopes`.
 
         Args:
-            of: the gradients.
+            gradients: those of the factors.
             dys: c arrays (n, c).
             hidden: (n, I).
             weigh: function that multiplies rows by their weights.
@@ -65,22 +65,22 @@ class LowRankProducts:
         """
         slopes = self._slopes[: hidden.shape[0]]
         weigh(slopes)
-        gemm(slopes, hidden, of.down_a, trans_a=True, beta=beta)
+        gemm(slopes, hidden, gradients.down_a, trans_a=True, beta=beta)
         low = self._lowered([hidden], [self._factors.down_a], self._slopes)
         weigh(low)
-        for dy, out in zip(dys, of.down_b, strict=True):
+        for dy, out in zip(dys, gradients.down_b, strict=True):
             gemm(dy, low, out, trans_a=True, beta=beta)
 
-    def learn_inner(self, of: ExpertFactors, xs: Sequence[Array], dgate: Array, dup: Array, beta: float) -> None:
+    def learn_inner(self, gradients: ExpertFactors, xs: Sequence[Array], dgate: Array, dup: Array, beta: float) -> None:
         """Compute the gradients of the factors of gate and up, after `add_inner` and `learn_outer`  # c arrays (n, c), (n, I) twice."""
         n = dgate.shape[0]
         low, slopes = self._low[:n], self._slopes[:n]
-        gemm(dgate, low, of.gate_b, trans_a=True, beta=beta)
-        gemm(dup, low, of.up_b, trans_a=True, beta=beta)
+        gemm(dgate, low, gradients.gate_b, trans_a=True, beta=beta)
+        gemm(dup, low, gradients.up_b, trans_a=True, beta=beta)
         gemm(dgate, self._factors.gate_b, slopes)
         gemm(dup, self._factors.up_b, slopes, beta=1.0)
         slopes *= slopes.dtype.type(self._scale)
-        for x, out in zip(xs, of.a, strict=True):
+        for x, out in zip(xs, gradients.a, strict=True):
             gemm(slopes, x, out, trans_a=True, beta=beta)
 
     def add_input_slopes(self, number: int, dx: Array) -> None:

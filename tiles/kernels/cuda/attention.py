@@ -166,8 +166,9 @@ def attention_backward(
     pair, size = _pair_of(q, k, at, more, scratch), at.head_size
     either = (q, k, v, do, kept if stored else None, None if stored else kept, delta)
     takes_flash = not stored and _takes_flash(at, q, k, v, do, dq, dk, dv)
-    if o is not None and not takes_flash:
+    if o is not None and (more.dtable is not None or not takes_flash):
         attention_delta(o, do, delta, head_size=size)
+        o = None
     if more.dtable is not None:
         _add_to_table(either, key, pair, at, more.dtable, scratch, bool(accumulate))
     if takes_flash:

@@ -1,7 +1,8 @@
 """Several products of one shape in one launch of cuBLAS, which reads the addresses of the operands from device memory.
 
 An entry of the table of addresses is written once and stays, because graphs refer to it. If the table is full, or a graph is being recorded, a kernel
-writes the last entry before each launch. Whether products are batched depends on sizes, types and distances of rows alone, and so do their bits.
+writes the last entry before each launch. Whether products are batched, and so their bits, depends on sizes, types and distances of rows alone, since
+tiles begin at multiples of a page.
 """
 
 from __future__ import annotations

@@ -12,26 +12,38 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..reference.experts import ExpertFactors, expert_backward_tiles, expert_forward_tiles, update_size
+from ..reference.experts import ExpertBackward, ExpertFactors, ExpertForward, expert_backward_tiles, expert_forward_tiles, update_size
 from ..registry import register
 from .array import DeviceArray
-from .elementwise import fill
+from .elementwise import add_float, fill
 from .launch import PARTIALS_NBYTES, THREADS, KernelSource, device, threads_for
 
 _source = KernelSource("experts")
 _FLOAT: Final = np.dtype(np.float32)
 
 
-def expert_scratch_nbytes(num_rows: int, inner: int, itemsize: int, *, is_backward: bool, rank: int = 0) -> int:
+def expert_scratch_nbytes(num_rows: int, width: int, inner: int, itemsize: int, *, is_backward: bool, rank: int = 0) -> int:
     """Return the working memory of one task: products of all rows in fp32, and values computed from them in the type of activations.
 
     Args:
         num_rows: R.
-        inner: I of the tile.
+        width, inner: C and I of the tile.
         rank: r of low-rank updates; 0 for none.
     """
     updates = num_rows * rank * itemsize * (2 if is_backward else 1)
-    return num_rows * inner * (12 + 3 * itemsize if is_backward else 8 + itemsize) + updates
+    return _sums_nbytes(num_rows, width, rank, itemsize) + num_rows * inner * (12 + 3 * itemsize if is_backward else 8 + itemsize) + updates
+
+
+def _sums_nbytes(num_rows: int, width: int, rank: int, itemsize: int) -> int:
+    """Return the memory in which activations of 16 bits are summed."""
+    return num_rows * max(width, rank) * 4 if itemsize < 4 else 0
+
+
+def _split(given: ExpertForward | ExpertBackward) -> tuple[DeviceArray, DeviceArray]:
+    """Return the scratch memory for sums, and the rest."""
+    width, rank = max(x.shape[-1] for x in given.xs), given.factors.gate_b.shape[1] if given.factors else 0
+    nbytes = _sums_nbytes(prod(given.xs[0].shape[:-1]), width, rank, given.xs[0].dtype.itemsize)
+    return given.scratch[:nbytes], given.scratch[nbytes:]
 
 
 def _arrays(scratch: DeviceArray, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> list[DeviceArray]:
@@ -50,6 +62,21 @@ def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceAr
 
 def _add(x: DeviceArray, w: DeviceArray, out: DeviceArray, scale: float, *, trans_b: bool = False) -> None:
     device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=True)
+
+
+def _sum(factors: Sequence[tuple[DeviceArray, DeviceArray, float]], out: DeviceArray, room: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:
+    """out (+)= the sum of products, which is rounded once.
+
+    Args:
+        factors: two matrices of each product, and its scale.
+        room: memory for the sum in fp32, if `out` has 16 bits.
+    """
+    is_exact = len(factors) == 1 or out.dtype == _FLOAT
+    sums = out if is_exact else DeviceArray(room.address, out.shape, _FLOAT)
+    for number, (x, w, scale) in enumerate(factors):
+        device().gemm(x, w, sums, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=number > 0 or (is_exact and accumulate))
+    if not is_exact:
+        add_float(sums, out, accumulate=accumulate)
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> tuple[float, float]:
@@ -94,22 +121,23 @@ def route_backward(logits: DeviceArray, choices: DeviceArray, dweights: DeviceAr
 def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | None = None) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
     given = expert_forward_tiles(tiles, num_c, has_factors=scale is not None)
-    xs, dtype, inner = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0]
-    gate, up, hidden = _arrays(given.scratch, (xs[0].shape[0], inner), _FLOAT, _FLOAT, dtype)
+    xs, dtype, inner, (room, rest) = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0], _split(given)
+    gate, up, hidden = _arrays(rest, (xs[0].shape[0], inner), _FLOAT, _FLOAT, dtype)
     _product(xs, given.gates, gate, trans_b=True)
     _product(xs, given.ups, up, trans_b=True)
     low = None
     if given.factors is not None and scale is not None:
-        (low,) = _low_arrays(given.scratch, hidden, given.factors, 1)
-        _add_inner(xs, given.factors, low, gate, up, scale)
+        (low,) = _low_arrays(rest, hidden, given.factors, 1)
+        _add_inner(xs, given.factors, (low, room), gate, up, scale)
     numbers = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert))
     _source.each("weigh_hidden", dtype, hidden.size, gate, up, given.choices, given.weights, hidden, *numbers)
-    for y, down in zip(given.ys, given.downs, strict=True):
-        device().gemm(hidden, down, y.rows(), trans_a=False, trans_b=True, alpha=1.0, accumulate=True)
-    if given.factors is not None and scale is not None and low is not None:
+    if given.factors is not None and low is not None:
         _product([hidden], [given.factors.down_a], low, trans_b=True)
-        for y, b in zip(given.ys, given.factors.down_b, strict=True):
-            _add(low, b, y.rows(), scale, trans_b=True)
+    for number, (y, down) in enumerate(zip(given.ys, given.downs, strict=True)):
+        factors = [(hidden, down, 1.0)]
+        if given.factors is not None and scale is not None and low is not None:
+            factors.append((low, given.factors.down_b[number], scale))
+        _sum(factors, y.rows(), room, trans_b=True, accumulate=True)
 
 
 def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors, count: int) -> list[DeviceArray]:
@@ -119,9 +147,12 @@ def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors,
     return _arrays(scratch[used:], shape, *[last.dtype] * count)
 
 
-def _add_inner(xs: Sequence[DeviceArray], factors: ExpertFactors, low: DeviceArray, gate: DeviceArray, up: DeviceArray, scale: float) -> None:
-    """Add low-rank updates to the products with gate and up, and leave x a^T in `low`."""
-    _product(xs, factors.a, low, trans_b=True)
+def _add_inner(
+    xs: Sequence[DeviceArray], factors: ExpertFactors, low_and_room: tuple[DeviceArray, DeviceArray], gate: DeviceArray, up: DeviceArray, scale: float
+) -> None:
+    """Add low-rank updates to the products with gate and up, and leave x a^T in the first of `low_and_room`."""
+    low, room = low_and_room
+    _sum([(x, a, 1.0) for x, a in zip(xs, factors.a, strict=True)], low, room, trans_b=True, accumulate=False)
     for out, b in ((gate, factors.gate_b), (up, factors.up_b)):
         _add(low, b, out, scale, trans_b=True)
 
@@ -131,25 +162,27 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
     """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
     given = expert_backward_tiles(tiles, num_c, has_factors=scale is not None)
     xs, dys, dtype, inner = [x.rows() for x in given.xs], [dy.rows() for dy in given.dys], given.xs[0].dtype, given.gates[0].shape[0]
-    num_rows = xs[0].shape[0]
-    gate, up, slope, dgate, dup, hidden = _arrays(given.scratch, (num_rows, inner), _FLOAT, _FLOAT, _FLOAT, dtype, dtype, dtype)
+    num_rows, (room, rest) = xs[0].shape[0], _split(given)
+    gate, up, slope, dgate, dup, hidden = _arrays(rest, (num_rows, inner), _FLOAT, _FLOAT, _FLOAT, dtype, dtype, dtype)
     _product(xs, given.gates, gate, trans_b=True)
     _product(xs, given.ups, up, trans_b=True)
     _product(dys, given.downs, slope, trans_b=False)
-    low = slopes = None
+    low: list[DeviceArray] = []
     if given.factors is not None and scale is not None:
-        low, slopes = _low_arrays(given.scratch, hidden, given.factors, 2)
-        _add_inner(xs, given.factors, low, gate, up, scale)
-        _product(dys, given.factors.down_b, slopes, trans_b=False)
+        low_x, slopes = low = _low_arrays(rest, hidden, given.factors, 2)
+        _add_inner(xs, given.factors, (low_x, room), gate, up, scale)
+        _sum([(dy, b, 1.0) for dy, b in zip(dys, given.factors.down_b, strict=True)], slopes, room, trans_b=False, accumulate=False)
         _add(slopes, given.factors.down_a, slope, scale)
     numbers, threads = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert)), threads_for(inner, num_rows)
     arrays = (gate, up, slope, given.choices, given.weights, given.dweights, dgate, dup, hidden)
     _source.start("expert_slopes", dtype, *arrays, *numbers, grid=(num_rows, 1, 1), threads=threads, shared=4 * threads)
-    for dx, gates, ups in zip(given.dxs, given.gates, given.ups, strict=True):
-        for change, matrix in ((dgate, gates), (dup, ups)):
-            device().gemm(change, matrix, dx.rows(), trans_a=False, trans_b=False, alpha=1.0, accumulate=True)
-    if low is not None and slopes is not None and scale is not None:
-        _factor_slopes(given, (xs, dys), (low, slopes, dgate, dup, hidden), accumulate, scale)
+    if low and scale is not None:
+        _learn_factors(given, (xs, dys), (*low, dgate, dup, hidden), room, accumulate, scale)
+    for number, (dx, gates, ups) in enumerate(zip(given.dxs, given.gates, given.ups, strict=True)):
+        factors = [(dgate, gates, 1.0), (dup, ups, 1.0)]
+        if given.factors is not None and scale is not None:
+            factors.append((low[1], given.factors.a[number], scale))
+        _sum(factors, dx.rows(), room, trans_b=False, accumulate=True)
     if not given.dgates:
         return
     for number, (x, dy) in enumerate(zip(xs, dys, strict=True)):
@@ -157,31 +190,37 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
             device().gemm(a, b, out, trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate)
 
 
-def _factor_slopes(
-    given: Any, rows: tuple[Sequence[DeviceArray], Sequence[DeviceArray]], inner: Sequence[DeviceArray], accumulate: bool, scale: float
+def _learn_factors(
+    given: ExpertBackward,
+    rows: tuple[Sequence[DeviceArray], Sequence[DeviceArray]],
+    inner: Sequence[DeviceArray],
+    room: DeviceArray,
+    accumulate: bool,
+    scale: float,
 ) -> None:
-    """Compute the gradients of the factors of low-rank updates, and their part of dx.
+    """Compute the gradients of the factors of low-rank updates, and leave dgate gate_b + dup up_b in the place of dy down_b.
 
     Args:
-        given: an `ExpertBackward`.
         rows: panels x and dy.
         inner: x a^T and dy down_b (R, r); slopes of gate and up, and hidden times weight (R, I), 0 for rows that did not choose the expert.
+        room: memory for sums.
     """
-    (xs, dys), (low, slopes, dgate, dup, hidden), factors, of = rows, inner, given.factors, given.dfactors
+    (xs, dys), (low, slopes, dgate, dup, hidden), factors, gradients = rows, inner, given.factors, given.dfactors
+    assert factors is not None
+    assert gradients is not None
 
     def learn(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
         device().gemm(a, b, out, trans_a=True, trans_b=False, alpha=scale, accumulate=accumulate)
 
-    learn(slopes, hidden, of.down_a)
-    learn(dgate, low, of.gate_b)
-    learn(dup, low, of.up_b)
+    learn(slopes, hidden, gradients.down_a)
+    learn(dgate, low, gradients.gate_b)
+    learn(dup, low, gradients.up_b)
     _product([hidden], [factors.down_a], low, trans_b=True)
-    for dy, out in zip(dys, of.down_b, strict=True):
+    for dy, out in zip(dys, gradients.down_b, strict=True):
         learn(dy, low, out)
-    _product([dgate, dup], [factors.gate_b, factors.up_b], slopes, trans_b=False)
-    for x, dx, a, out in zip(xs, given.dxs, factors.a, of.a, strict=True):
+    _sum([(dgate, factors.gate_b, 1.0), (dup, factors.up_b, 1.0)], slopes, room, trans_b=False, accumulate=False)
+    for x, out in zip(xs, gradients.a, strict=True):
         learn(slopes, x, out)
-        _add(slopes, a, dx.rows(), scale)
 
 
 @register("zero_sums", "cuda")
