@@ -1,6 +1,6 @@
 from .api.capturing_runtime import CapturingRuntime
 from .api.inline_runtime import InlineRuntime
-from .api.labels import contribution, current_contribution
+from .api.labels import contribution
 from .api.recorded_step import Step, Ticket
 from .api.recording import RecordingError
 from .api.runtime import Runtime
@@ -66,6 +66,5 @@ __all__ = [
     "View",
     "W",
     "contribution",
-    "current_contribution",
     "usable_cores",
 ]

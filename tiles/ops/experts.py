@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W, current_contribution
+from scheduler import REDUX, RW, SCRATCH, Access, Condition, Handle, R, W
 
 from ..emission import emit, scratch
 from ..kernels.cpu.experts import expert_scratch_nbytes
@@ -175,7 +175,7 @@ def _begin(x: TileTensor, routing: Routing, gradient: ExpertUpdate, number: int)
     """Write zeros to the gradients of an expert's update that have no contribution yet, in all lanes to which contributions go."""
     tiles = dict.fromkeys(tile for i in range(gradient.gate_b.grid[0]) for tile in gradient.tiles(i))
     condition = _condition(x, routing, number)._replace(guard=0)
-    for _ in range(x.runtime.lanes if current_contribution() is None else 1):
+    for _ in range(x.runtime.num_open_lanes):
         accesses: list[Access] = [(routing.flags[*next(iter(leading(x))), 0], R), *((tile, REDUX) for tile in tiles)]
         emit(x.runtime, "zero_sums", accesses, condition=condition)
 

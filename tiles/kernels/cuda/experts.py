@@ -64,15 +64,17 @@ def _add(x: DeviceArray, w: DeviceArray, out: DeviceArray, scale: float, *, tran
     device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=True)
 
 
-def _sum(factors: Sequence[tuple[DeviceArray, DeviceArray, float]], out: DeviceArray, room: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:
+def _sum(
+    factors: Sequence[tuple[DeviceArray, DeviceArray, float]], out: DeviceArray, memory: DeviceArray, *, trans_b: bool, accumulate: bool
+) -> None:
     """out (+)= the sum of products, which is rounded once.
 
     Args:
         factors: two matrices of each product, and its scale.
-        room: memory for the sum in fp32, if `out` has 16 bits.
+        memory: memory for the sum in fp32, if `out` has 16 bits.
     """
     is_exact = len(factors) == 1 or out.dtype == _FLOAT
-    sums = out if is_exact else DeviceArray(room.address, out.shape, _FLOAT)
+    sums = out if is_exact else DeviceArray(memory.address, out.shape, _FLOAT)
     for number, (x, w, scale) in enumerate(factors):
         device().gemm(x, w, sums, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=number > 0 or (is_exact and accumulate))
     if not is_exact:
@@ -121,14 +123,14 @@ def route_backward(logits: DeviceArray, choices: DeviceArray, dweights: DeviceAr
 def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | None = None) -> None:
     """y += weight * (silu(x gate^T) * (x up^T)) down^T for the rows that chose the expert; `tiles` as in `expert_forward_tiles`."""
     given = expert_forward_tiles(tiles, num_c, has_factors=scale is not None)
-    xs, dtype, inner, (room, rest) = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0], _split(given)
+    xs, dtype, inner, (memory, rest) = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0], _split(given)
     gate, up, hidden = _arrays(rest, (xs[0].shape[0], inner), _FLOAT, _FLOAT, dtype)
     _product(xs, given.gates, gate, trans_b=True)
     _product(xs, given.ups, up, trans_b=True)
     low = None
     if given.factors is not None and scale is not None:
         (low,) = _low_arrays(rest, hidden, given.factors, 1)
-        _add_inner(xs, given.factors, (low, room), gate, up, scale)
+        _add_inner(xs, given.factors, (low, memory), gate, up, scale)
     numbers = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert))
     _source.each("weigh_hidden", dtype, hidden.size, gate, up, given.choices, given.weights, hidden, *numbers)
     if given.factors is not None and low is not None:
@@ -137,7 +139,7 @@ def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | 
         factors = [(hidden, down, 1.0)]
         if given.factors is not None and scale is not None and low is not None:
             factors.append((low, given.factors.down_b[number], scale))
-        _sum(factors, y.rows(), room, trans_b=True, accumulate=True)
+        _sum(factors, y.rows(), memory, trans_b=True, accumulate=True)
 
 
 def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors, count: int) -> list[DeviceArray]:
@@ -148,11 +150,16 @@ def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors,
 
 
 def _add_inner(
-    xs: Sequence[DeviceArray], factors: ExpertFactors, low_and_room: tuple[DeviceArray, DeviceArray], gate: DeviceArray, up: DeviceArray, scale: float
+    xs: Sequence[DeviceArray],
+    factors: ExpertFactors,
+    low_and_memory: tuple[DeviceArray, DeviceArray],
+    gate: DeviceArray,
+    up: DeviceArray,
+    scale: float,
 ) -> None:
-    """Add low-rank updates to the products with gate and up, and leave x a^T in the first of `low_and_room`."""
-    low, room = low_and_room
-    _sum([(x, a, 1.0) for x, a in zip(xs, factors.a, strict=True)], low, room, trans_b=True, accumulate=False)
+    """Add low-rank updates to the products with gate and up, and leave x a^T in the first of `low_and_memory`."""
+    low, memory = low_and_memory
+    _sum([(x, a, 1.0) for x, a in zip(xs, factors.a, strict=True)], low, memory, trans_b=True, accumulate=False)
     for out, b in ((gate, factors.gate_b), (up, factors.up_b)):
         _add(low, b, out, scale, trans_b=True)
 
@@ -162,7 +169,7 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
     """Gradients of `expert_forward`; its products are recomputed. `tiles` as in `expert_backward_tiles`."""
     given = expert_backward_tiles(tiles, num_c, has_factors=scale is not None)
     xs, dys, dtype, inner = [x.rows() for x in given.xs], [dy.rows() for dy in given.dys], given.xs[0].dtype, given.gates[0].shape[0]
-    num_rows, (room, rest) = xs[0].shape[0], _split(given)
+    num_rows, (memory, rest) = xs[0].shape[0], _split(given)
     gate, up, slope, dgate, dup, hidden = _arrays(rest, (num_rows, inner), _FLOAT, _FLOAT, _FLOAT, dtype, dtype, dtype)
     _product(xs, given.gates, gate, trans_b=True)
     _product(xs, given.ups, up, trans_b=True)
@@ -170,19 +177,19 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
     low: list[DeviceArray] = []
     if given.factors is not None and scale is not None:
         low_x, slopes = low = _low_arrays(rest, hidden, given.factors, 2)
-        _add_inner(xs, given.factors, (low_x, room), gate, up, scale)
-        _sum([(dy, b, 1.0) for dy, b in zip(dys, given.factors.down_b, strict=True)], slopes, room, trans_b=False, accumulate=False)
+        _add_inner(xs, given.factors, (low_x, memory), gate, up, scale)
+        _sum([(dy, b, 1.0) for dy, b in zip(dys, given.factors.down_b, strict=True)], slopes, memory, trans_b=False, accumulate=False)
         _add(slopes, given.factors.down_a, slope, scale)
     numbers, threads = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert)), threads_for(inner, num_rows)
     arrays = (gate, up, slope, given.choices, given.weights, given.dweights, dgate, dup, hidden)
     _source.start("expert_slopes", dtype, *arrays, *numbers, grid=(num_rows, 1, 1), threads=threads, shared=4 * threads)
     if low and scale is not None:
-        _learn_factors(given, (xs, dys), (*low, dgate, dup, hidden), room, accumulate, scale)
+        _learn_factors(given, (xs, dys), (*low, dgate, dup, hidden), memory, accumulate, scale)
     for number, (dx, gates, ups) in enumerate(zip(given.dxs, given.gates, given.ups, strict=True)):
         factors = [(dgate, gates, 1.0), (dup, ups, 1.0)]
         if given.factors is not None and scale is not None:
             factors.append((low[1], given.factors.a[number], scale))
-        _sum(factors, dx.rows(), room, trans_b=False, accumulate=True)
+        _sum(factors, dx.rows(), memory, trans_b=False, accumulate=True)
     if not given.dgates:
         return
     for number, (x, dy) in enumerate(zip(xs, dys, strict=True)):
@@ -194,7 +201,7 @@ def _learn_factors(
     given: ExpertBackward,
     rows: tuple[Sequence[DeviceArray], Sequence[DeviceArray]],
     inner: Sequence[DeviceArray],
-    room: DeviceArray,
+    memory: DeviceArray,
     accumulate: bool,
     scale: float,
 ) -> None:
@@ -203,7 +210,7 @@ def _learn_factors(
     Args:
         rows: panels x and dy.
         inner: x a^T and dy down_b (R, r); slopes of gate and up, and hidden times weight (R, I), 0 for rows that did not choose the expert.
-        room: memory for sums.
+        memory: memory for sums.
     """
     (xs, dys), (low, slopes, dgate, dup, hidden), factors, gradients = rows, inner, given.factors, given.dfactors
     assert factors is not None
@@ -218,7 +225,7 @@ def _learn_factors(
     _product([hidden], [factors.down_a], low, trans_b=True)
     for dy, out in zip(dys, gradients.down_b, strict=True):
         learn(dy, low, out)
-    _sum([(dgate, factors.gate_b, 1.0), (dup, factors.up_b, 1.0)], slopes, room, trans_b=False, accumulate=False)
+    _sum([(dgate, factors.gate_b, 1.0), (dup, factors.up_b, 1.0)], slopes, memory, trans_b=False, accumulate=False)
     for x, out in zip(xs, gradients.a, strict=True):
         learn(slopes, x, out)
 
