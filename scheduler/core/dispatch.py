@@ -362,8 +362,9 @@ class Dispatch:
         for replay in self._foresight.replays:
             pending = [task for task in replay.tasks if task.state in ("waiting", "ready") and not replay.done[task.position]]
             seconds = sum(task.spec.shared_seconds for task in pending)
-            if len(pending) != sum(replay.pending) or not isclose(seconds, replay.pending_seconds, abs_tol=1e-6):
-                raise InvalidEvent(f"{len(pending)} tasks of {seconds} s are pending, {sum(replay.pending)} of {replay.pending_seconds} s were counted")
+            num_counted, counted = sum(replay.pending), replay.pending_seconds
+            if len(pending) != num_counted or not isclose(seconds, counted, abs_tol=1e-6):
+                raise InvalidEvent(f"{len(pending)} tasks of {seconds} s are pending, {num_counted} of {counted} s were counted")
         num_active = sum(task.state == "running" for task in self.admitted())
         if num_active != self.num_active:
             raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from scheduler.core.events import Event
@@ -89,4 +91,4 @@ def test_cancelled_tasks_leave_when_they_end() -> None:
 def test_tasks_that_wait_for_memory_have_left() -> None:
     """The device holds one task at a time, and the others are blocked or with the policy."""
     driver, handles = driver_with(pages=(64, 2), depth=3)
-    driver.run([[(handle, RW), (other, R)] for handle, other in zip(handles, handles[1:], strict=False)])
+    driver.run([[(handle, RW), (other, R)] for handle, other in pairwise(handles)])
