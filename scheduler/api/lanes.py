@@ -108,6 +108,35 @@ class LaneSums(abc.ABC):
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         """Take one examined task, whose modes are R, W, RW and SCRATCH."""
 
+    def _next_lane(self, handle: Handle) -> tuple[int, Handle | None]:
+        """Return the number of the lane of the next contribution to `handle`, and the lane, or None if it does not exist yet."""
+        number = current_contribution()
+        if number is None:
+            number = 0 if handle.lanes is None else handle.num_contributions
+        number %= self.lanes
+        return number, handle.lanes.get(number) if handle.lanes else handle
+
+    def _uneven_sums(self, codelet: Codelet, handles: Sequence[Handle]) -> Sequence[Handle]:
+        """Return the handles to which one task contributes, if their lanes must be combined first: a kernel has one `accumulate` for all of its sums.
+
+        The counts of contributions differ after the program has read some of the sums. Combining the lanes of all of them makes the counts equal.
+
+        Raises:
+            ValueError: even so, the task would begin some of the sums and continue others.
+        """
+        if len(handles) < 2:
+            return ()
+        lanes = [self._next_lane(handle)[1] if self.lanes > 1 else handle for handle in handles]
+        if len({lane is not None and lane.written for lane in lanes}) == 1:
+            return ()
+        if len({handle.written for handle in handles}) == 1:
+            return handles
+        begun, fresh = ([handle for handle in handles if handle.written == is_begun] for is_begun in (True, False))
+        raise ValueError(
+            f"a task must begin all of its sums or continue all of them, but of those of {codelet!r}, {begun} have begun and {fresh} have not; "
+            "write zeros to those first, or submit a task for each sum"
+        )
+
     @abc.abstractmethod
     def _lane_of(self, handle: Handle, number: int) -> Handle:
         """Create a new lane of a handle."""
@@ -130,13 +159,9 @@ class LaneSums(abc.ABC):
                 handle.lanes = {}
                 handle.num_contributions = 0
                 self._summing.add(handle)
-            number = current_contribution()
-            if number is None:
-                number = handle.num_contributions
-                handle.num_contributions += 1
-            number %= self.lanes
-            known = handle.lanes.get(number)
-            lane = handle.lanes[number] = known or (self._lane_of(handle, number) if handle.lanes else handle)
+            number, known = self._next_lane(handle)
+            handle.num_contributions += current_contribution() is None
+            lane = handle.lanes[number] = known or self._lane_of(handle, number)
         accumulate = lane.written
         lane.written = True
         return lane, RW if accumulate else W, accumulate

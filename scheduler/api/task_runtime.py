@@ -118,17 +118,19 @@ class TaskRuntime(LaneSums):
                 with mode REDUX, runs whatever its flag is; its kernel then writes zeros for a flag of 0.
 
         Raises:
-            ValueError: a handle appears twice, no worker can run the codelet, or the condition does not match the accesses.
+            ValueError: a handle appears twice, no worker can run the codelet, the condition does not match the accesses, or the task would begin one
+                sum and continue another.
         """
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
         kinds, pin = self._examine(codelet, accesses)
+        uneven = self._uneven_sums(codelet, [handle for handle, mode in accesses if mode == REDUX])
         if condition is not None or self._has_flags:
             self._note_flags(codelet, accesses, condition)
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
-                if handle.lanes is not None and (mode == R or mode == RW):
+                if handle.lanes is not None and (mode == R or mode == RW or handle in uneven):
                     self._combine(handle, priority)
         plain: list[Access] = []
         for access in accesses:
