@@ -1,10 +1,11 @@
 from .api.capturing_runtime import CapturingRuntime
 from .api.inline_runtime import InlineRuntime
 from .api.labels import contribution
+from .api.lanes import Access, Handle, View
 from .api.recorded_step import Step, Ticket
 from .api.recording import RecordingError
 from .api.runtime import Runtime
-from .api.task_runtime import Access, Handle, TaskRuntime, View
+from .api.task_runtime import TaskRuntime
 from .core.codelet import Codelet, Cost, Tail
 from .core.errors import (
     Deadlock,

@@ -5,7 +5,7 @@ Programs that only submit and record tasks need the names of `scheduler` alone.
 
 from .api.binding import Binding
 from .api.labels import current_label, kept_here, labelled, next_minibatch
-from .api.task_runtime import tree
+from .api.lanes import tree
 from .core.codelet import KernelChain, Link, Many
 from .core.link_model import DISK_LINK, KEPT_COPIES, MEMORY_LINK, LinkModel
 from .core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES

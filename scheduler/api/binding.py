@@ -15,9 +15,9 @@ from ..core.codelet import Codelet
 from ..core.machine import Machine
 from ..core.records import FILE, HandleRecord, WorkerId, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
+from .lanes import Handle
 from .placement import Ability, find_ability, too_large
 from .recording import COPY_INPUT, RecordingError
-from .task_runtime import Handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from ..core.memory.extents import rounded
 from ..core.records import FILE, Mode, Replica, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
+from .lanes import Access, Eligible, Handle, Terms
 from .recording import RecordingError, RecordingRuntime
-from .task_runtime import Access, Eligible, Handle, Terms
 
 
 class CapturingRuntime(RecordingRuntime):

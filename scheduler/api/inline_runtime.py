@@ -12,7 +12,8 @@ from typing import Any
 from ..core.codelet import Codelet
 from ..core.records import HandleSpec, Mode
 from ..drivers.disk import Source
-from .task_runtime import Access, Eligible, Handle, TaskRuntime, Terms
+from .lanes import Access, Eligible, Handle, Terms
+from .task_runtime import TaskRuntime
 
 
 class InlineRuntime(TaskRuntime):

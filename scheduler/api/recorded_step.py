@@ -16,8 +16,8 @@ from ..core.step_plan import Clone, StepPlan
 from ..execution.executor import Executor
 from ..execution.waiting import Waiter
 from ..planning.evaluation import PlannedOrder
+from .lanes import Handle
 from .recording import RecordingError
-from .task_runtime import Handle
 
 Acquire = Callable[[HandleRecord, Mode, Callable[[], BaseException | None]], AbstractContextManager[Any]]
 """Function that acquires a record for a ticket; the last argument returns the failure that explains lost data."""

@@ -21,8 +21,9 @@ from ..core.records import HandleId, HandleRecord, HandleSpec, Mode, R, W, Worke
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from .labels import current_label
+from .lanes import Eligible, Handle, Terms
 from .placement import kinds_beside, kinds_of, kinds_on
-from .task_runtime import Eligible, Handle, TaskRuntime, Terms
+from .task_runtime import TaskRuntime
 
 FIRST: Final = 1 << 40
 """Priority of the copies of inputs, above all others, so that they run as soon as any worker is free."""

@@ -34,11 +34,11 @@ from ..planning.recompute import NONE
 from ..storage.limits import memory_budgets, usable_cores, without_staging
 from ..storage.tier import DiskTier
 from .binding import Binding, bind, check_tasks
+from .lanes import Access, Eligible, Handle, Terms
 from .placement import Ability, check_policies, check_workers, find_ability, too_large
 from .recorded_step import Step
 from .recording import RecordingError, RecordingRuntime
 from .step_planning import assign_step, fuse_step, plan_step
-from .task_runtime import Access, Eligible, Handle, Terms
 
 
 class Runtime(RecordingRuntime):

@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
+from math import isclose
 
 from .errors import InvalidEvent, TaskError
 from .events import Action, RunTask
@@ -166,6 +167,7 @@ class Dispatch:
 
     def _assign(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """Admit the task for the worker, or block it until there is memory."""
+        leave_pending(task)
         line = self.blocked[worker.node]
         is_behind = line and line[0].order < task.order and not self._admission.needs_no_bytes(task, worker.node)
         if is_behind or not self._admit(task, worker, actions):
@@ -357,9 +359,23 @@ class Dispatch:
         num_free = sum(worker.depth - len(worker.assigned) for worker in self.joined)
         if num_free != self.num_free:
             raise InvalidEvent(f"workers have {num_free} free slots, {self.num_free} were counted")
+        for replay in self._foresight.replays:
+            pending = [task for task in replay.tasks if task.state in ("waiting", "ready") and not replay.done[task.position]]
+            seconds = sum(task.spec.shared_seconds for task in pending)
+            num_counted, counted = sum(replay.pending), replay.pending_seconds
+            if len(pending) != num_counted or not isclose(seconds, counted, abs_tol=1e-6):
+                raise InvalidEvent(f"{len(pending)} tasks of {seconds} s are pending, {num_counted} of {counted} s were counted")
         num_active = sum(task.state == "running" for task in self.admitted())
         if num_active != self.num_active:
             raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")
+
+
+def leave_pending(task: Task) -> None:
+    """Count that a task of a replay is not pending any more: a worker has taken it, or it has ended. Only the first call for a task has an effect."""
+    step = task.step
+    if step is not None and step.pending[task.position]:
+        step.pending[task.position] = 0
+        step.pending_seconds -= task.spec.shared_seconds
 
 
 def _misses_input(task: Task, node: NodeId) -> bool:

@@ -18,7 +18,7 @@ from typing import Final
 
 from . import dependencies as graph
 from .conditions import Conditions
-from .dispatch import Dispatch
+from .dispatch import Dispatch, leave_pending
 from .errors import InvalidEvent, TaskError
 from .events import (
     Action,
@@ -317,6 +317,7 @@ class Machine:
             if not after.num_waiting:
                 self._make_ready(after, worker, actions)
         if replay is not None:
+            leave_pending(task)
             replay.num_unfinished -= 1
             if task.position == replay.frontier:
                 self._advance(replay, actions)

@@ -320,6 +320,8 @@ class Replay:
         returned: for each entry of `ReplayPlan.returns`, the number of its pairs that this replay has handled.
         first_order: `order` of the first task of this replay.
         done: for each position, whether its task has ended in this replay: 0 if not, `SKIPPED` if it was skipped, else 1.
+        pending: for each position, 1 until a worker takes its task, or the task ends without one (`dispatch.leave_pending`).
+        pending_seconds: sum of `TaskSpec.shared_seconds` over the pending tasks.
         frontier: first position whose task has not ended.
         number: number of the replay, from 0.
         num_unfinished: number of tasks of this replay that are neither done nor cancelled.
@@ -342,6 +344,8 @@ class Replay:
     returned: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
+    pending: bytearray = field(default_factory=bytearray)
+    pending_seconds: float = 0.0
     frontier: int = 0
     number: int = 0
     num_unfinished: int = 0

@@ -390,6 +390,8 @@ def begin_replay(replay: Replay, nodes: Sequence[NodeId]) -> None:
     replay.failure = None
     replay.num_unfinished = len(replay.tasks)
     replay.done = bytearray(len(replay.tasks))
+    replay.pending = bytearray(b"\1") * len(replay.tasks)
+    replay.pending_seconds = sum(task.spec.shared_seconds for task in replay.tasks)
     replay.frontier = 0
     replay.partition_nodes = nodes if len(nodes) == len(replay.plan.partitions) else ()
     replay.heads = [0] * len(replay.partition_nodes)

@@ -113,6 +113,8 @@ class Foresight:
         if condition is None or condition.guard < 0:
             return True
         guard, _ = task.accesses[condition.guard]
+        if guard.lost is not None or guard in replay.stale:
+            return False  # it will be cancelled
         return (guard.flags is None or guard.flags[condition.number] != 0) and not self.will_change(guard, replay, task.position)
 
     def extra_distance(self, replica: Replica, use_schedule: UseSchedule, position: int) -> float:

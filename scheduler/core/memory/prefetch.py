@@ -104,15 +104,17 @@ class Lookahead:
     def _fetch_window(self, limit: int, actions: list[Action]) -> bool:
         """Start at most `limit` copies of data that the window misses; return whether more copies may be started, for tasks beyond it."""
         replicas, node = self.replicas, self.node
-        has_moved = self._update_window()
+        may_differ = self._renew_window()
         num_ended = replicas.copies.num_ended[node]
         is_idle = self._waits and not replicas.copies.num_arriving(node)
-        if self.is_only and not has_moved and num_ended == self._num_copied and not is_idle:  # tasks of other nodes change data at any time
+        # Without other nodes with tasks, only a renewed window or the end of a copy can change the result of the last search. Data that waited is
+        # tried again as well once nothing is arriving, because then no copy will end. Tasks on other nodes change data without a trace here.
+        if self.is_only and not may_differ and num_ended == self._num_copied and not is_idle:
             return not self._waits
         self._num_copied, self._waits = num_ended, False
         queued = 0  # bytes that wait for a full link, and are used before those that follow
         for handle, replay, position in self._missing():
-            if node in handle.replicas or not handle.replicas:
+            if node in handle.replicas or not handle.replicas or not self._is_to_come(replay, position):
                 continue
             outcome = self._fetch(handle, replay, position, queued, actions)
             if outcome == "nothing":
@@ -124,8 +126,13 @@ class Lookahead:
                 return False
         return True
 
-    def _update_window(self) -> bool:
-        """Start to compute the window again if it may have changed; return whether it may have."""
+    def _is_to_come(self, replay: Replay, position: int) -> bool:
+        """Return whether a planned task has neither ended nor been admitted, and will not be skipped."""
+        task = replay.tasks[position]
+        return not replay.done[position] and task.state in _TO_COME and self.replicas.foresight.will_run(replay, task)
+
+    def _renew_window(self) -> bool:
+        """Start to compute the window anew if it may have changed; return whether it may have."""
         replicas = self.replicas
         stride = COMPLETE_STRIDE if self._is_complete else STRIDE
         changes = (self._num_ended // stride, replicas.num_missed[self.node], replicas.num_flag_writes, *replicas.foresight.replays)
@@ -136,7 +143,7 @@ class Lookahead:
         return True
 
     def _missing(self) -> Iterator[tuple[HandleRecord, Replay, int]]:
-        """Iterate over data that the window missed when it was computed, with the replay and the position of a task that reads it."""
+        """Iterate over data that the window missed when it was computed, with the replay and the position of a task that was to read it."""
         yield from self._computed
         for access in self._remainder:
             self._computed.append(access)
@@ -147,10 +154,9 @@ class Lookahead:
         replicas, node, is_only = self.replicas, self.node, self.is_only
         reach = most = replicas.nodes[node].budget // AHEAD
         for replay, position in islice(self._tasks_ahead(), TASKS):
-            task = replay.tasks[position]
-            if task.state not in _TO_COME or not replicas.foresight.will_run(replay, task):
+            if not self._is_to_come(replay, position):
                 continue
-            for handle, mode in task.accesses:
+            for handle, mode in replay.tasks[position].accesses:
                 replica = handle.replicas.get(node)
                 if replica is not None and replica.state != "reserved" and (replica.last_use or not is_only):
                     continue
@@ -199,10 +205,9 @@ class Lookahead:
 
     def _fetch_for(self, replay: Replay, position: int, actions: list[Action]) -> bool:
         """Fetch the data that a task misses; return False if that must wait."""
-        task = replay.tasks[position]
-        if replay.done[position] or task.state not in _TO_COME or not self.replicas.foresight.will_run(replay, task):
+        if not self._is_to_come(replay, position):
             return True
-        for handle, mode in task.accesses:
+        for handle, mode in replay.tasks[position].accesses:
             if self.node in handle.replicas or not handle.replicas or (mode != R and mode != RW):
                 continue
             if self.replicas.copies.num_arriving(self.node) >= self._most:

@@ -44,7 +44,7 @@ class Replicas:
         num_released: number of replicas dropped and copies ended so far; a task that waits for memory waits until it changes.
         num_evictions: number of replicas dropped to make room for other data.
         num_flag_writes: number of tasks that wrote flags.
-        num_missed: for each node, number of replicas dropped there so far although their data exists: evicted, or overwritten elsewhere.
+        num_missed: for each node, number of replicas dropped there so far before their data was dead: evicted, overwritten elsewhere, or lost.
         reservations: reserved bytes of the last tier.
         broken: error after which the last tier accepts no more data; None if it works.
         readers: extents of host memory for file readers; they may be moved but are never dropped.
@@ -286,6 +286,7 @@ class Replicas:
             if replica.is_backing:
                 replica.state = "reserved"
             else:
+                self.num_missed[replica.node] += 1
                 self.drop(replica, actions)
         if all(replica.is_backing and not replica.pins for replica in handle.replicas.values()):
             for replica in list(handle.replicas.values()):

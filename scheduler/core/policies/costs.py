@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from ..performance_model import Estimates
-from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Task, Worker, WorkerId, WorkerKind
+from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Task, Worker, WorkerId, WorkerKind
 
 
 @dataclass(slots=True)
@@ -56,32 +56,6 @@ class Candidate:
         return self.execution + self.transfer + self.queueing + self.eviction
 
 
-class WorkLeft:
-    """The tasks of the present replays that no worker has begun, in seconds if all workers shared each of them (`TaskSpec.shared_seconds`)."""
-
-    def __init__(self) -> None:
-        self._left: dict[Replay, tuple[int, float]] = {}  # number of the replay, seconds
-
-    def seconds(self, replay: Replay) -> float:
-        """Return the seconds of one replay."""
-        number, seconds = self._left.get(replay, (-1, 0.0))
-        if number != replay.number:
-            seconds = sum(task.spec.shared_seconds for task in replay.tasks)
-            self._left = {replay: left for replay, left in self._left.items() if replay.num_unfinished}
-            self._left[replay] = replay.number, seconds
-        return seconds
-
-    def begin(self, task: Task) -> None:
-        """Subtract a task that a worker begins."""
-        if task.step is not None and task.spec.shared_seconds:
-            self._left[task.step] = task.step.number, self.seconds(task.step) - task.spec.shared_seconds
-
-    def outlasts(self, task: Task, seconds: float) -> bool:
-        """Return whether all else that is left of a recorded step takes as long as the task, if it ends in `seconds`, and the path after it."""
-        spec = task.spec
-        return task.step is not None and spec.path_seconds > 0 and seconds + spec.path_seconds - spec.shared_seconds <= self.seconds(task.step)
-
-
 class WorkerGroup:
     """Workers of one kind on one node, which are interchangeable because any task costs the same on each."""
 
@@ -93,6 +67,12 @@ class WorkerGroup:
     def assigned_seconds(self, estimates: Estimates) -> float:
         """Return the seconds per worker of the tasks that the workers hold."""
         return sum(assigned_seconds(worker, estimates) for worker in self.workers) / len(self.workers)
+
+
+def may_end_late(task: Task, seconds: float) -> bool:
+    """Return whether the pending tasks of a recorded step take as long as the task, if it ends in `seconds`, and the path after it."""
+    spec, step = task.spec, task.step
+    return step is not None and spec.path_seconds > 0 and seconds + spec.path_seconds - spec.shared_seconds <= step.pending_seconds
 
 
 def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Container[HandleRecord] = ()) -> Move:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from ..performance_model import CALIBRATED, NO_ESTIMATES, Estimates, Key, key_of
 from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
-from .costs import Candidate, Move, WorkerGroup, WorkLeft, assigned_seconds, find_move
+from .costs import Candidate, Move, WorkerGroup, assigned_seconds, find_move, may_end_late
 
 STEAL: Final = 8
 """Number of tasks at the far end of a queue that a worker of another group considers."""
@@ -142,7 +142,6 @@ class ExpectedEnd:
         self._group_of: dict[WorkerId, Queues] = {}
         self._strays: list[Task] = []
         self._trials: dict[Key, int] = {}
-        self._left = WorkLeft()
         self._num = 0
         self._num_pushed = 0
 
@@ -205,8 +204,6 @@ class ExpectedEnd:
             task = self._steal(worker, group)
         if task is not None:
             self._num -= 1
-            if task.spec.shared_seconds:
-                self._left.begin(task)
         return task
 
     def __len__(self) -> int:
@@ -252,7 +249,7 @@ class ExpectedEnd:
                     seconds = sum_up(self._weigh(entry.task, own, backlog))
                     if seconds <= held + before / len(group.workers) + entry.seconds + entry.transfer_seconds:
                         return group.take(queue, index)
-                    if has_spare and may_end_later is None and self._left.outlasts(entry.task, seconds):
+                    if has_spare and may_end_later is None and may_end_late(entry.task, seconds):
                         may_end_later = group, queue, index
         if may_end_later is None:
             return None

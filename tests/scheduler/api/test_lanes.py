@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from support.search import search
 
 from scheduler import Codelet, DoesNotFit, InlineRuntime, RunStopped, Runtime, contribution
 
@@ -199,3 +204,89 @@ def test_several_tasks_of_a_contribution_share_its_lane(kit) -> None:  # type: i
             runtime.submit(CONTRIBUTE, [(total, "REDUX")], {"number": number})
     with runtime.acquire(total, "R") as view:
         assert view.tobytes() == ((PARTS[0] + PARTS[1]) + (PARTS[2] + PARTS[3])).tobytes()
+
+
+def contribute_twice(first: np.ndarray, second: np.ndarray, *, number: int, accumulate: bool) -> None:
+    """Add contribution `number` to one sum and its double to another, or begin both with them."""
+    for total, factor in ((first, 1), (second, 2)):
+        total[:] = factor * PARTS[number] + (total if accumulate else 0)
+
+
+TWICE = Codelet("contribute twice", cpu=contribute_twice)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("num_first", [1, 2, 4, 5])
+def test_sums_of_one_task_go_on_after_the_program_has_read_one_of_them(lanes: int, num_first: int, kit) -> None:  # type: ignore[no-untyped-def]
+    """The read combines the lanes of one sum alone, as a program does that prints a gradient between two passes."""
+    with Runtime(2, lanes=lanes, ram=1 << 20) as runtime:
+        sums = [kit.handle(runtime, name, 16) for name in ("weight", "bias")]
+        for number in range(num_first + 4):
+            if number == num_first:
+                with runtime.acquire(sums[1], "R") as view:
+                    np.testing.assert_allclose(view, 2 * PARTS[:number].sum(0), rtol=1e-9, atol=1e-6)
+            runtime.submit(TWICE, [(total, "REDUX") for total in sums], {"number": number})
+        for factor, total in enumerate(sums, 1):
+            with runtime.acquire(total, "R") as view:
+                np.testing.assert_allclose(view, factor * PARTS[: num_first + 4].sum(0), rtol=1e-9, atol=1e-6)
+
+
+class CountingRuntime(InlineRuntime):
+    """A runtime that counts the tasks that reach it."""
+
+    num_submitted = 0
+
+    def _submit(self, *arguments: Any) -> None:
+        self.num_submitted += 1
+        super()._submit(*arguments)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_task_that_begins_one_sum_and_continues_another_is_refused(lanes: int, kit) -> None:  # type: ignore[no-untyped-def]
+    """Its kernel has one `accumulate`. No task reaches the runtime, also none that sums a third handle; the sums go on after the remedy."""
+    runtime = CountingRuntime(lanes=lanes)
+    begun, fresh, read = (kit.handle(runtime, name, 16) for name in ("begun", "fresh", "read"))
+    emit(runtime, begun, lanes)
+    emit(runtime, read, lanes)
+    accesses = [(begun, "REDUX"), (fresh, "REDUX"), (read, "R")]
+    mixed = Codelet("mixed", cpu=lambda first, second, third, **constants: contribute_twice(first, second, **constants))
+    with pytest.raises(ValueError, match=r"must begin all of its sums or continue all.*mixed.*'begun'.*have begun.*'fresh'.*have not; write zeros"):
+        runtime.submit(mixed, accesses, {"number": lanes})
+    assert runtime.num_submitted == 2 * lanes
+    runtime.submit(kit.fill, [(fresh, "W")], {"value": 0.0})
+    runtime.submit(mixed, accesses, {"number": lanes})
+    for total, expected in ((begun, PARTS[: lanes + 1].sum(0)), (fresh, 2 * PARTS[lanes])):
+        with runtime.acquire(total, "R") as view:
+            np.testing.assert_allclose(view, expected, rtol=1e-9, atol=1e-6)
+
+
+@search(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lanes=st.integers(1, 4), events=st.lists(st.sampled_from(("both", "both", "first", "second", "read", "write")), max_size=20))
+def test_sums_of_tasks_with_several_are_plain_sums_or_refused(lanes: int, events: list[str], kit) -> None:  # type: ignore[no-untyped-def]
+    """Any program: a refused task changes nothing, and it is refused only if one sum has begun and the other has not."""
+    runtime = InlineRuntime(lanes=lanes)
+    sums = [kit.handle(runtime, name, 16) for name in ("first", "second")]
+    expected: list[np.ndarray | None] = [None, None]
+    for number, event in enumerate(events):
+        if event == "read" and expected[0] is not None:
+            with runtime.acquire(sums[0], "R") as view:
+                np.testing.assert_allclose(view, expected[0], rtol=1e-9, atol=1e-6)
+        elif event == "write":
+            with runtime.acquire(sums[1], "W") as view:
+                view[:] = 3.0
+            expected[1] = np.full(16, 3.0)
+        elif event in ("first", "second"):
+            which = event == "second"
+            runtime.submit(CONTRIBUTE, [(sums[which], "REDUX")], {"number": number})
+            expected[which] = PARTS[number] + (0.0 if expected[which] is None else expected[which])
+        elif event == "both":
+            try:
+                runtime.submit(TWICE, [(total, "REDUX") for total in sums], {"number": number})
+            except ValueError:
+                assert (expected[0] is None) != (expected[1] is None)
+            else:
+                expected = [factor * PARTS[number] + (0.0 if before is None else before) for factor, before in enumerate(expected, 1)]
+    for total, value in zip(sums, expected, strict=True):
+        if value is not None:
+            with runtime.acquire(total, "R") as view:
+                np.testing.assert_allclose(view, value, rtol=1e-9, atol=1e-6)

@@ -7,11 +7,12 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from support.event_log import LoggedDriver
 from support.search import examples
 
 from scheduler.core import dependencies as graph
+from scheduler.core import machine as state_machine
 from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.events import Action
 from scheduler.core.losses import Losses
@@ -154,6 +155,8 @@ class Programs(RuleBasedStateMachine):
         pins = [pin if pin in ids else None for pin in pins]
         owned = {temporary: False, output: True, self.own_flags: False}
         self.step = self.driver.record(recorded, owned, pins=pins, leaves=leaves, conditions=conditions)
+        for position, task in enumerate(self.step.plan.tasks):  # sums of these seconds are exact
+            task.shared_seconds, task.path_seconds = (1 + position % 3) / 4, len(tasks) / 4
 
     def conditional(self, recorded: list, flags: list) -> tuple[list, dict[int, Condition]]:
         """Let tasks depend on flags that a first task of the step writes, from data that changes between replays."""
@@ -181,6 +184,11 @@ class Programs(RuleBasedStateMachine):
     def forget_step(self) -> None:
         self.step.release()
         self.step = None
+
+    @invariant()
+    def no_work_is_left_of_an_ended_replay(self) -> None:
+        for replay, _ in self.step.instances if getattr(self, "step", None) is not None else ():
+            assert replay.num_unfinished or (replay.pending_seconds == 0 and not any(replay.pending))
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
@@ -345,6 +353,7 @@ def never_skip(self: Machine, task: Task, worker: Worker | None, actions: list[A
 
 
 MUTANTS = {
+    "only tasks that a worker takes leave the pending ones": [(state_machine, "leave_pending", lambda task: None)],
     "flags decide although their data is lost": [(Losses, "is_lost", lambda self, handle, replay: False)],
     "data that a skipped task was to overwrite keeps its value": [(Losses, "lose", keep_if_skipped)],
     "flags are ignored": [(Machine, "_make_ready", never_skip)],

@@ -35,7 +35,7 @@ from scheduler.core.records import (
     WorkerId,
     WorkerKind,
 )
-from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.core.step_plan import RecordedTask, StepPlan, begin_replay
 from scheduler.simulation.virtual_time import VirtualDriver
 
 BOTH: tuple[WorkerKind, ...] = ("cpu", "sim")
@@ -159,9 +159,10 @@ def test_a_slow_worker_helps_while_the_rest_of_the_step_takes_longer(num_tasks: 
     for worker in (slow, fast):
         policy.join(worker)
     tasks = [task(number) for number in range(num_tasks)]
-    step = Replay(ReplayPlan(), tasks, [], [], [], num_unfinished=num_tasks)
+    step = Replay(ReplayPlan(), tasks, [], [], [])
     for each in tasks:
         each.step, each.spec.shared_seconds, each.spec.path_seconds = step, 7 / 9, 7 / 9
+    begin_replay(step, ())
     for each in tasks[:3]:
         policy.push(each, None)
     assert popped(policy, slow) == taken

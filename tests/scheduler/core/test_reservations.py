@@ -12,7 +12,7 @@ from support.search import search
 from scheduler.core.memory.eviction_policies import Foresight
 from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.memory.reservations import Reservations
-from scheduler.core.records import RAM, HandleId, HandleRecord, HandleSpec, Replay, ReplayPlan, Replica, Task, UseSchedule, W
+from scheduler.core.records import RAM, HandleId, HandleRecord, HandleSpec, Replay, ReplayPlan, Replica, SharedUse, Task, UseSchedule, W
 
 PASSING = st.lists(st.sampled_from((0, 0, 4, 9)), min_size=4, max_size=7)
 
@@ -24,12 +24,23 @@ def temporary(replay: Replay, size: int) -> HandleRecord:
     return handle
 
 
-def replays_of(steps: list[list[int]], frontier: int, makes: int) -> list[Replay]:
-    """Replays in progress, the oldest one up to a frontier, with the bytes of temporaries at each position; each task creates as many bytes."""
+def lasting_data(size: int) -> HandleRecord:
+    """Data that outlives replays."""
+    return HandleRecord(HandleId(0), HandleSpec(size, size, None, "", "persistent", "parameters"))
+
+
+def replays_of(steps: list[list[int]], frontier: int, makes: int, written: list[list[HandleRecord]]) -> list[Replay]:
+    """Replays in progress, the oldest one up to a frontier, with the bytes of temporaries at each position; each task creates `makes` bytes.
+
+    Args:
+        written: lasting data that each of the replays writes.
+    """
     replays, first = [], 10
-    for passing in steps:
+    for passing, handles in zip(steps, written, strict=False):
         peaks = [*accumulate(reversed(passing), max, initial=0)][::-1]
-        replays.append(Replay(ReplayPlan([makes] * len(passing), passing, peaks), [], [], [], [], first_order=first))
+        writer = plain_task(0, "writes", ("cpu",))
+        shared = [SharedUse(handle, [], writer, writer, [], 1, False, UseSchedule((0,), (W,))) for handle in handles]
+        replays.append(Replay(ReplayPlan([makes] * len(passing), passing, peaks), [], [], [], shared, first_order=first))
         first += len(passing)
     replays[0].frontier = frontier % len(steps[0])
     return replays
@@ -43,24 +54,43 @@ def replays_of(steps: list[list[int]], frontier: int, makes: int) -> list[Replay
     makes=st.integers(0, 3),
     budget=st.integers(6, 16),
     is_plain=st.booleans(),
+    lasting=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.sets(st.integers(0, 1))), max_size=3),
 )
-@example(steps=[[0, 0, 9, 0]], frontier=0, created=[(2, 1)], place=3, makes=0, budget=8, is_plain=False)
+@example(steps=[[0, 0, 9, 0]], frontier=0, created=[(2, 1)], place=3, makes=0, budget=8, is_plain=False, lasting=[])
+@example(steps=[[0, 4]], frontier=0, created=[], place=3, makes=1, budget=9, is_plain=False, lasting=[(4, False, {0, 1}), (2, True, set())])
 @search(1600)
 def test_a_task_may_create_data_exactly_if_the_rule_holds(
-    steps: list[list[int]], frontier: int, created: list[tuple[int, int]], place: int, makes: int, budget: int, is_plain: bool
+    steps: list[list[int]],
+    frontier: int,
+    created: list[tuple[int, int]],
+    place: int,
+    makes: int,
+    budget: int,
+    is_plain: bool,
+    lasting: list[tuple[int, bool, set[int]]],
 ) -> None:
-    """Lasting data, temporaries at each position, and temporaries created ahead by tasks after it; the oldest task is not asked."""
-    replays, foresight = replays_of(steps, frontier, makes), Foresight()
+    """Lasting data, temporaries at each position, and temporaries created ahead by tasks after it; the oldest task is not asked.
+
+    `lasting` has the size of each piece of lasting data, whether it exists, and the replays that write it: it counts once if either holds.
+    """
+    data = [(lasting_data(size), exists, writers) for size, exists, writers in lasting]
+    written = [[handle for handle, _, writers in data if number in writers] for number in range(2)]
+    replays, foresight = replays_of(steps, frontier, makes, written), Foresight()
     foresight.replays = replays
     reservations = Reservations(MemoryNode("ram", budget), RAM, foresight)
     for replay in replays:
         reservations.promise(replay)
+    for handle, exists, _ in data:
+        if exists:
+            reservations.enter(Replica(handle, RAM, 0), foresight.order)
+    lasting_bytes = sum(handle.spec.size for handle, exists, writers in data if exists or writers & set(range(len(replays))))
     creators = [(foresight.order + distance, size) for distance, size in created]
     for order, size in creators:
         reservations.enter(Replica(temporary(replays[0], size), RAM, 0), order)
     task = task_at(replays, place, makes, is_plain=is_plain)
     fits = all(
-        makes + replay.plan.passing[position] + sum(size for order, size in creators if order > replay.first_order + position) <= budget
+        lasting_bytes + makes + replay.plan.passing[position] + sum(size for order, size in creators if order > replay.first_order + position)
+        <= budget
         for replay in replays
         for position in range(replay.frontier, len(replay.plan.passing))
         if is_plain or replay.first_order + position < task.order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,12 @@ def test_memory_of_a_cgroup(tmp_path: Path, own: Path, files: dict[str, str], ex
         ({}, 1 << 20),
     ],
 )
-def test_cores_of_a_cgroup(tmp_path: Path, own: Path, files: dict[str, str], share: int) -> None:
-    """A share of processor time is that many cores, rounded up, and never more than the process may run on."""
-    everything = usable_cores(tmp_path / "none", own)
-    assert usable_cores(groups(tmp_path, files), own) == min(share, everything)
+@pytest.mark.parametrize("num_cores", [1, 2, 8])
+def test_cores_of_a_cgroup(tmp_path: Path, own: Path, files: dict[str, str], share: int, num_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of processor time is that many cores, rounded up, and never more than the process may run on, whatever machine runs the test."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)), raising=False)
+    assert usable_cores(tmp_path / "none", own) == num_cores
+    assert usable_cores(groups(tmp_path, files), own) == min(share, num_cores)
 
 
 def test_a_system_without_cgroups(tmp_path: Path) -> None:
