@@ -108,6 +108,11 @@ class LaneSums(abc.ABC):
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         """Take one examined task, whose modes are R, W, RW and SCRATCH."""
 
+    @property
+    def num_open_lanes(self) -> int:
+        """Number of lanes that receive contributions from the tasks that are submitted now: one of a numbered contribution, else L."""
+        return self.lanes if current_contribution() is None else 1
+
     def _next_lane(self, handle: Handle) -> tuple[int, Handle | None]:
         """Return the number of the lane of the next contribution to `handle`, and the lane, or None if it does not exist yet."""
         number = current_contribution()
