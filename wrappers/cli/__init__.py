@@ -102,6 +102,7 @@ def release() -> str:
 
 def _answer(command: Callable[[], int], output: Output) -> int:
     """Run a command and print its error, except Ctrl-C; returns the exit code."""
+    code = 0
     try:
         try:
             _check_working_directory()
@@ -111,9 +112,9 @@ def _answer(command: Callable[[], int], output: Output) -> int:
             raise
         output.flush()
         return code
-    except BrokenPipeError:  # the reader of the output has ended, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output has ended, e.g. `| head`; a training reports this itself
         output.discard()
-        return 0
+        return code
     except Exception as error:
         if isinstance(error, RuntimeError | OSError):
             from nntask.hardware import of_system_limit

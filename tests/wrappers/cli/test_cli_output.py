@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -97,8 +98,51 @@ def test_a_training_whose_output_goes_nowhere_is_saved(tmp_path: Path, is_termin
     assert saved.step >= 3
     if process.returncode != 129:  # the signal of the terminal has come before a write failed
         why = "Input/output error" if is_terminal else "Broken pipe"
-        ending = f"the newest checkpoint is run/checkpoints/step-{saved.step:06d}; continue with: nntask train --resume run\n"
+        ending = f"interrupted after step {saved.step}; continue with: nntask train --resume run\n"
         assert (process.returncode, err) == (6, f"nntask: cannot write to standard output: {why}; {ending}")
+
+
+EVENT = """
+import os, signal, sys
+def happen():
+    if {breaks}:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+    if {number}:
+        signal.raise_signal({number})
+def hook(event, args):
+    if event == "os.rename" and str(args[1]).endswith("/{file}"):
+        happen()
+sys.addaudithook(hook)
+if "{file}" == "closing":
+    import scheduler.api.runtime as runtime
+    honest = runtime.Runtime.__exit__
+    def close(self, *error):
+        happen()
+        return honest(self, *error)
+    runtime.Runtime.__exit__ = close
+elif "{file}" == "start":
+    happen()
+"""
+
+
+@pytest.mark.parametrize(("breaks", "number"), [(True, 0), (False, signal.SIGHUP), (True, signal.SIGHUP)], ids=["broken", "signal", "both"])
+@pytest.mark.parametrize("file", ["start", "config.toml", "step-000002", "summary.json", "closing"])
+def test_a_training_that_is_interrupted_or_unread_never_exits_with_0(file: str, breaks: bool, number: int, tmp_path: Path) -> None:
+    """At whichever moment of a run: 128 + signal after a signal, otherwise 6 after lines that could not be printed."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    flags = "--model tiny --dataset text --dataset-path text.txt --tokenizer bytes --seq-len 16 --batch 1 --steps 2 --ncpu 1 --sample-tokens 2"
+    process = start("train", *flags.split(), "--run-dir=run", script=EVENT.format(file=file, breaks=breaks, number=int(number)), cwd=tmp_path)
+    _, err = process.communicate(timeout=DEADLINE)
+    unread = breaks and file != "closing"  # nothing is printed after that
+    killed = file == "start" and number  # no run has begun that could be saved
+    assert process.returncode % 256 in ((128 + number, 256 - number) if killed else (128 + number if number else 6 * unread,)), err
+    assert "Traceback" not in err or killed
+    if unread and not number:
+        left = "nothing was saved" if file in ("start", "config.toml") else "all 2 steps were done"
+        assert err.startswith("nntask: cannot write to standard output: Broken pipe; "), err
+        assert (left in err) or file == "start"
 
 
 def test_an_error_that_nobody_can_read(tmp_path: Path) -> None:
