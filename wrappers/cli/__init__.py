@@ -116,10 +116,9 @@ def _answer(command: Callable[[], int], output: Output) -> int:
         output.discard()
         return code
     except Exception as error:
-        if isinstance(error, RuntimeError | OSError):
-            from nntask.hardware import of_system_limit
+        from nntask.io import of_system_limit
 
-            error = of_system_limit(error) or error
+        error = of_system_limit(error) or error
         code = exit_code(error)
         if code == 1:
             raise
