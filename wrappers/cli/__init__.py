@@ -87,6 +87,7 @@ def run_train(argv: Sequence[str], *, changed: Changed, around: AroundTraining) 
     """
     from .commands.train import run
 
+    _check_working_directory()
     return run(argv, changed=changed, around=around)
 
 
@@ -105,7 +106,6 @@ def _answer(command: Callable[[], int], output: Output) -> int:
     code = 0
     try:
         try:
-            _check_working_directory()
             code = command()
         except SystemExit:  # the help has been printed
             output.flush()
@@ -168,6 +168,10 @@ def _dispatch(args: list[str]) -> int:
 
         near = difflib.get_close_matches(command, COMMANDS, 1)
         raise UsageError(f"unknown command {command!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"))
+    from .options.help import HELP, HELP_ALL
+
+    if not {*HELP, HELP_ALL} & set(args):
+        _check_working_directory()
     module = ".bench" if command == "bench" else f".commands.{command}"
     return int(importlib.import_module(module, __name__).run(args[1:]))
 

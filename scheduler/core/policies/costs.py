@@ -76,8 +76,11 @@ class WorkLeft:
         if task.step is not None and task.spec.shared_seconds:
             self._left[task.step] = task.step.number, self.seconds(task.step) - task.spec.shared_seconds
 
-    def outlasts(self, task: Task, seconds: float) -> bool:
-        """Return whether all else that is left of a recorded step takes as long as the task, if it ends in `seconds`, and the path after it."""
+    def has_slack(self, task: Task, seconds: float) -> bool:
+        """Return whether a task of a recorded step does not become critical if it ends in `seconds`.
+
+        Then the longest path that begins after it ends no later than the other remaining work of the step.
+        """
         spec = task.spec
         return task.step is not None and spec.path_seconds > 0 and seconds + spec.path_seconds - spec.shared_seconds <= self.seconds(task.step)
 

@@ -252,7 +252,7 @@ class ExpectedEnd:
                     seconds = sum_up(self._weigh(entry.task, own, backlog))
                     if seconds <= held + before / len(group.workers) + entry.seconds + entry.transfer_seconds:
                         return group.take(queue, index)
-                    if has_spare and may_end_later is None and self._left.outlasts(entry.task, seconds):
+                    if has_spare and may_end_later is None and self._left.has_slack(entry.task, seconds):
                         may_end_later = group, queue, index
         if may_end_later is None:
             return None

@@ -23,7 +23,7 @@ from nntask import ClusterError
 from nntask.config import ClusterSpec
 from nntask.training import Interrupts
 
-from .local_workers import signals_blocked
+from .local_workers import block_signals
 
 ANSWER_SECONDS: Final = 5.0
 """Time limit of a scheduler's first answer."""
@@ -301,7 +301,7 @@ def local_cluster(number: int) -> Any:
         "distributed.worker.http.routes": [],
     }
     try:
-        with dask.config.set(terms), signals_blocked():
+        with dask.config.set(terms), block_signals():
             return LocalCluster(
                 n_workers=number,
                 threads_per_worker=max(usable_cores() // number, 1),
