@@ -216,7 +216,7 @@ def test_errors_show_names_of_files_without_what_a_terminal_obeys(capsys: pytest
 
 
 def test_a_planner_that_takes_long_says_what_it_is_doing() -> None:
-    """Nothing before the silence is over, then the latest message and each later one; nothing after the command."""
+    """Nothing before the silence is over, then the latest message and each later one, repeated if none follows; nothing after the command."""
     logger, shown, is_shown = logging.getLogger("some.planner"), list[str](), threading.Event()
 
     def show(sentence: str) -> None:
@@ -233,3 +233,7 @@ def test_a_planner_that_takes_long_says_what_it_is_doing() -> None:
     with Doing("some", 1000, show):
         logger.info("fast")
     assert shown[-1] == "running it"
+    is_repeated = threading.Event()
+    with Doing("some", 0.01, lambda sentence: is_repeated.set() if sentence == "slow (0 s so far)" else None, every=0.01):
+        logger.info("slow")
+        assert is_repeated.wait(30)
