@@ -47,7 +47,7 @@ RUN_CONFIG: Final = "config.toml"
 FORMAT: Final = 2
 _UNSEALED: Final = 1
 """Older format, whose state.json has no checksums of itself and of small files; such checkpoints are still read."""
-_STEP_NAME: Final = re.compile(r"step-(\d{6,})")
+_STEP_NAME: Final = re.compile(r"step-(\d{6,})", re.ASCII)
 AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
 
 

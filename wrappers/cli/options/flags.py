@@ -97,6 +97,8 @@ class Flag:
             if text in self.words:
                 return text
             try:
+                if not text.isascii() or "_" in text:  # Python takes digits of all alphabets, and 1_000
+                    raise ValueError
                 return self.value_type(text)
             except ValueError:
                 what = " or ".join(["a whole number" if self.value_type is int else "a number", *self.words])
