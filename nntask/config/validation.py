@@ -230,9 +230,9 @@ def rank_of(settings: TrainSettings) -> int | None:
         return None
     match = _LORA.fullmatch(asked)
     if match is None or int(match[1]) < 1:
-        raise UsageError(
-            f"must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got {asked}", "for example --train lora:8", flag="--train"
-        )
+        rank = next((number for number in re.findall(r"[0-9]{1,4}", asked) if int(number)), "4")
+        remedy = f"for example --train lora:{rank}{_EXPERTS if 'expert' in asked else ''}"
+        raise UsageError(f"must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got {asked}", remedy, flag="--train")
     return int(match[1])
 
 

@@ -129,6 +129,7 @@ def test_resume_alone_means_auto():
         (["--batch=1.5"], "--batch must be a whole number, got '1.5'; write one"),
         (["--dtype=zzz"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'zzz'; choose one of them"),
         (["--dtype=fp23"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'fp23'; did you mean"),
+        (["--optimizer=adamw8"], "--optimizer must be one of adamw, adam, sgd, muon, adamw8bit, got 'adamw8'; did you mean adamw8bit?"),
         (["--no-graphs=3"], "--no-graphs takes no value, got '3'; write --no-graphs to turn it off, or --graphs"),
         (["--no-graphs="], "--no-graphs takes no value, got ''; write --no-graphs to turn it off, or --graphs"),
         (["--graphs=maybe"], "--graphs must be true or false"),

@@ -250,11 +250,12 @@ def test_a_broken_state_says_so(here: Path, capsys, change, words: str) -> None:
     [
         (
             ["--train=lora:x"],
-            "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:x; for example --train lora:8",
+            "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:x; for example --train lora:4",
         ),
         (["--train=lora:0"], "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:0"),
         (["--train=lora"], "--train must be all, or lora:RANK"),
-        (["--train=lora:4:expert"], "--train must be all, or lora:RANK"),
+        (["--train=lora:6:expert"], "got lora:6:expert; for example --train lora:6:experts"),
+        (["--train=lora:R:experts"], "got lora:R:experts; for example --train lora:4:experts"),
         (["--train=lora:4:experts"], "--train lora:4:experts is for mixtures of experts, and the model has none; use lora:4"),
         (["--train=lora:4:experts", "--lora-dropout=0.1"], "--lora-dropout 0.1 must be 0 with --train lora:4:experts: adapters of experts have no"),
         (["--train=some"], "--train must be all, or lora:RANK"),
@@ -283,7 +284,7 @@ def test_what_belongs_to_one_kind_of_run_only(here: Path, capsys) -> None:
             ["train", "--resume=run", "--steps=2", "--train=lora:8", "--lora-alpha=9"],
             "(was lora:4, is lora:8), --lora-alpha (was 8.0, is 9.0)",
         ),
-        (["train", "--resume=run", "--steps=2", "--train=all"], "--lora-alpha 8 is about adapters"),
+        (["train", "--resume=run", "--steps=2", "--train=all"], "but these differ: --train (was lora:4, is all); drop those flags"),
         (["train", "--resume=whole", "--steps=2", "--train=lora:8"], "--train (was all, is lora:8)"),
         (["export", "whole", "out", "--merge"], "--merge is about adapters"),
         (["export", "run", "out", "--shard-size=1MB"], "--shard-size 1MB is about whole models"),
