@@ -214,7 +214,7 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
         assert (code, "the frozen weights" in err, "name another place" in err) == (2, True, True)
     good = (here / "gpt2" / "model.safetensors").read_bytes()
     write_base(here / "gpt2", "gpt2", seed=10)
-    for argv in commands:
+    for argv in (*commands, ["export", "run", "adapters", "--force"]):  # PEFT would add the adapters to whatever is there
         code, err = refuse(capsys, argv)
         assert code == 4
         assert "as it was, with fingerprint" in err
@@ -293,6 +293,18 @@ def test_what_belongs_to_one_kind_of_run_only(here: Path, capsys) -> None:
         assert code == 2
         assert words in err
     assert not (here / "out").exists()
+
+
+def test_small_parameters_keep_fp32_moments(here: Path, capsys) -> None:
+    """A run with 8-bit moments says so if most of what it trains has none."""
+    wide = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    (here / "wide.json").write_text(json.dumps(wide))
+    common = [*(each for each in TRAIN if "lora" not in each), "--config-path=wide.json", "--optimizer=adamw8bit", "--tokenizer=bytes", "--steps=1"]
+    assert main([*common, "--train=lora:4", "--run-dir=adapters"]) == 0
+    words = "adamw8bit: 100% of the trained weights have fp32 moments, in parameters of fewer than 4,096 elements\n"
+    assert words in capsys.readouterr().out
+    assert main([*common, "--run-dir=whole"]) == 0
+    assert "fp32 moments" not in capsys.readouterr().out
 
 
 def test_a_plan_counts_the_smaller_state(here: Path, capsys) -> None:
