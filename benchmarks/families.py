@@ -11,7 +11,6 @@ buffers; a scouting round finds the fastest of the four, and that one, in turn w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -77,7 +76,7 @@ def _own_step(name: str) -> Callable[[], float]:
     form = "pairs" if config.objective == "seq2seq" else "stream"
     objective = Objective(config.objective, form, length=LENGTH, target_length=LENGTH)
     batch = random_batch(objective, BATCH, config.vocab_size, 0)
-    runtime = Runtime(cpu_workers=len(os.sched_getaffinity(0))).__enter__()
+    runtime = Runtime().__enter__()
     model = build(config, default_tiling(config, MINIBATCH, LENGTH), runtime)
     optimizer = AdamW(model.parameters(), lr=1e-4)
     inputs = [model.inputs(MINIBATCH, LENGTH, objective.names, LENGTH) for _ in range(BATCH // MINIBATCH)]

@@ -13,7 +13,6 @@ only the step is recorded.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -139,7 +138,7 @@ def _measure_own(name: str, steps: int) -> dict[str, float]:
     else:
         config = FAMILIES["llama"].config.from_dict({**LLAMA, "model_type": "llama", "max_position_embeddings": 2048}, "the benchmark")
     stream = np.random.default_rng(0).integers(0, config.vocab_size, (4, 513))
-    with Runtime(cpu_workers=len(os.sched_getaffinity(0))) as runtime:
+    with Runtime() as runtime:
         model = build(config, default_tiling(config, 4, 512), runtime)
         optimizer = AdamW(model.parameters(), lr=1e-4)
         tokens, targets = model.input_tensors(batch=4, seq_len=512)

@@ -51,7 +51,7 @@ def parser() -> Parser:
     add("--nepochs-warmup", type=_count, default=0, help="number of passes before these that train but are not timed")
     add("--loss-reduction", choices=("mean", "sum"), default="mean", help="print the mean loss of the tokens of a step, or their sum")
     add("--start-lr", type=float, help="learning rate of step 1 (default: 0 with --full-lr-iter)")
-    add("--full-lr-iter", type=int, help="step at which the learning rate reaches --lr; 1 for no warm-up (default: nntask's warm-up)")
+    add("--full-lr-iter", type=_count, help="step at which the learning rate reaches --lr; 1 for no warm-up (default: nntask's warm-up)")
     add("--optimizer", help="sgd, adam, adamw, or fusedadamw, which is the same (default: adamw)")
     add("--restrict", choices=("none", "cpu", "cuda"), default="none", help="use no GPU, or require one")
     add("--flashattention", action=switch, help="compute attention without storing the scores (default)")
@@ -65,10 +65,7 @@ def parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
+    number = int(text) if text.isascii() and text.isdigit() else -1
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text}")
     return number

@@ -31,7 +31,7 @@ from ..architecture.config_checks import check_num_weights
 from ..architecture.family_config import ModelConfig
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, NntaskError, StorageError, UsageError
-from ..io.atomic_write import NOT_OFFERED, PREFIX, fsync, remove_stale, written_aside
+from ..io.atomic_write import PREFIX, UNSUPPORTED, fsync, remove_stale, written_aside
 from ..io.json_text import decoded
 from ..io.regular_file import read_text
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
@@ -47,7 +47,7 @@ RUN_CONFIG: Final = "config.toml"
 FORMAT: Final = 2
 _UNSEALED: Final = 1
 """Older format, whose state.json has no checksums of itself and of small files; such checkpoints are still read."""
-_STEP_NAME: Final = re.compile(r"step-(\d{6,})")
+_STEP_NAME: Final = re.compile(r"step-(\d{6,})", re.ASCII)
 AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
 
 
@@ -321,7 +321,7 @@ def _point_latest(run: Path, final: Path) -> None:
     try:
         link.symlink_to(final.relative_to(run), target_is_directory=True)
     except OSError as error:
-        if error.errno not in NOT_OFFERED:
+        if error.errno not in UNSUPPORTED:
             raise
         return
     os.replace(link, run / "latest")

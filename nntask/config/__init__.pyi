@@ -6,7 +6,7 @@ from .init_from import InitialModel, brings_config, initial_model
 from .machine import devices_of, machine_of, request_of
 from .objective import image_shape, with_head
 from .old_settings import OLD_SETTINGS, instead, lost, replaced, translated
-from .resolution import TINY, resolve, resolve_untiled, sized
+from .resolution import TINY, check_continued, resolve, resolve_untiled, sized
 from .run_config import LanguageRun, OptimizerSpec, RunConfig
 from .settings import (
     EXPERT,
@@ -48,6 +48,7 @@ __all__ = [
     "TilingSettings",
     "TrainSettings",
     "brings_config",
+    "check_continued",
     "check_most",
     "check_plain",
     "check_prompt",

@@ -14,8 +14,8 @@ from ..optim.sharded import most_nodes
 from .machine import sharing_of
 from .settings import ClusterSettings, TrainSettings
 
-_LOCAL: Final = re.compile(r"local:(\d{1,6})")
-_ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][\s/:]+):(?P<port>\d{1,5})|inproc://\S+")
+_LOCAL: Final = re.compile(r"local:(\d{1,6})", re.ASCII)
+_ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][\s/:]+):(?P<port>[0-9]{1,5})|inproc://\S+")
 MOST_PORT: Final = 65535
 MOST_LOCAL: Final = 256
 """Largest number of workers of a cluster on one machine; each is a process."""

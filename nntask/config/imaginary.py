@@ -26,7 +26,8 @@ BOUNDLESS: Final = 1 << 50
 _FORMS: Final = {"--devices": ("[COUNTx]MEMORY[@FLOPS]", "8x80GiB@150TF"), "--device": ("MEMORY[@FLOPS]", "80GiB@150TF")}
 """Flag -> form of its description of devices, and an example."""
 _DEVICES: Final = re.compile(
-    r"\s*(?:(\d+)\s*x\s*)?([\d.]+)\s*([a-wyz]*)\s*(?:@\s*(\d+(?:\.\d+)?)\s*(?:([gtp])(?:f|flops?|flop/s)?)?)?\s*", re.IGNORECASE
+    r"\s*(?:(\d+)\s*x\s*)?([\d.]+)\s*([a-wyz]*)\s*(?:@\s*(\d+(?:\.\d+)?)\s*(?:([gtp])(?:f|flops?|flop/s)?)?)?\s*",
+    re.IGNORECASE | re.ASCII,
 )
 _SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
 

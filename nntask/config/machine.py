@@ -59,6 +59,9 @@ def sharing_of(resources: ResourceSettings) -> Sharing:
         raise UsageError(
             f"must be {DEVICES}, mixed or {PINNED}FILE, got {text!r}", f"for example --sched {resources.sched}@mixed", flag=flag_of("assignment")
         )
+    if text == PINNED:
+        value = f"{resources.sched}@{text}"
+        raise UsageError("names no file", "add the assignment.json of a run with --sched auto@mixed", flag="--sched", value=value)
     return "" if text in ("", DEVICES) else "mixed" if text == "mixed" else "pinned"
 
 

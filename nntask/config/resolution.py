@@ -349,6 +349,15 @@ class _Continued:
             )
 
 
+def check_continued(settings: TrainSettings, resumed: Checkpoint) -> None:
+    """Check that settings, in which values may be open, are those of the run to continue.
+
+    Raises:
+        UsageError: they differ; the message names every difference.
+    """
+    _Continued.of(resumed).check_same(settings)
+
+
 @contextmanager
 def _differing_first(settings: TrainSettings, continued: _Continued | None) -> Iterator[None]:
     """If a rule is broken inside, report first the differences between the settings and those of the continued run.

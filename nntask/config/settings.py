@@ -186,7 +186,7 @@ class MachineSettings:
     """Devices and memory. Numbers differ by rounding between CPU and GPUs; no other setting here changes them."""
 
     ncpu: int | None = None
-    """number of CPU workers (default: one per core that this process may use, or 0 if GPUs are used)"""
+    """number of CPU workers (default: one per core, within the CPU quota; with GPUs 0, unless --update-on or @mixed gives CPU workers tasks)"""
     ngpu: int | None = None
     """number of GPUs; -1 is all and requires one, and NxP divides each of N GPUs into P devices (default: all if CuPy is installed)"""
     split_gpu: int = 1

@@ -74,12 +74,12 @@ _RANGES: Final = (
     ("optimizer", "warmup_start_lr", 0.0, float("inf"), True),
 )
 _EXPERTS: Final = ":experts"
-_LORA: Final = re.compile(rf"lora:(\d{{1,9}})({_EXPERTS})?")
-_ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
+_LORA: Final = re.compile(rf"lora:(\d{{1,9}})({_EXPERTS})?", re.ASCII)
+_ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward", re.ASCII)
 _NAME: Final = r"[\w.*]+( and \d+)?"  # in a PyTorch model, a task of several operations is named after one of them: "mm and 2"
 _OPERATION: Final = rf"{_NAME}(\[\d+\])?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
-_RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
-_STEP_RANGE: Final = re.compile(r"(\d+):(\d+)")
+_RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*", re.ASCII)
+_STEP_RANGE: Final = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 def check_prompt(prompt: str) -> None:
@@ -230,9 +230,9 @@ def rank_of(settings: TrainSettings) -> int | None:
         return None
     match = _LORA.fullmatch(asked)
     if match is None or int(match[1]) < 1:
-        raise UsageError(
-            f"must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got {asked}", "for example --train lora:8", flag="--train"
-        )
+        rank = next((number for number in re.findall(r"[0-9]{1,4}", asked) if int(number)), "4")
+        remedy = f"for example --train lora:{rank}{_EXPERTS if 'expert' in asked else ''}"
+        raise UsageError(f"must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got {asked}", remedy, flag="--train")
     return int(match[1])
 
 

@@ -21,7 +21,7 @@ from .splits import Listing, Splits, base_name, named, named_splits, splits_in, 
 
 INFOS: Final = "dataset_infos.json"
 HEAD: Final = "refs/main"
-_SHARD: Final = re.compile(r"data/(\w[\w.]*)-(?P<number>\d{5})-of-(?P<count>\d{5})[^/]*\.[^/]*")
+_SHARD: Final = re.compile(r"data/(\w[\w.]*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})[^/]*\.[^/]*")
 _SNAPSHOT: Final = re.compile(r"^snapshots/[^/]+/")
 """Beginning of file names in the Hub's cache."""
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", INFOS, DICT})

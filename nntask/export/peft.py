@@ -51,7 +51,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
 
     Raises:
         UsageError: the checkpoint holds a whole model, `check_target` refuses `path`, or a weight is too large for `dtype`.
-        DataError: the checkpoint is broken.
+        DataError: the checkpoint is broken, or the directory of its frozen base weights has other weights now.
         StorageError: the disk is full or failed; no file was replaced.
     """
     lora = adapters_of(stored_settings(source))
@@ -59,7 +59,9 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
         raise UsageError(f"{source.path} holds a whole model and no adapters", "export the model")
     check_target(path, source, force=force)
     source.verify(MODEL)
-    base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: only its path is exported
+    base = FrozenBase.of_state(source.state, str(source.path / STATE))
+    if base is not None and base.kind == "directory" and Path(base.path).is_dir():  # on another machine it may be missing, but not differ
+        base.check(source.path)
     model, names = capture_of(source), source.config.names
     arrays, groups = adapter_arrays(source, model), adapted(model)
     experts = {id(layer) for layer in expert_layers(model)} if lora.experts else set()

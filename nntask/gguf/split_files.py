@@ -16,7 +16,7 @@ from ..errors import DataError
 from ..io.gguf_file import SUFFIX, GgufFile, GgufTensor
 from ..io.strided_ranges import OpenFile
 
-_NAME: Final = re.compile(rf"(?P<stem>.*)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}}){re.escape(SUFFIX)}")
+_NAME: Final = re.compile(rf"(?P<stem>.*)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}}){re.escape(SUFFIX)}", re.ASCII)
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 

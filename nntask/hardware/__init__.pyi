@@ -6,7 +6,7 @@ from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth,
 from .machine_request import Budget, MachineRequest
 from .machine_spec import MachineSpec, check_budgets, free_bytes, requested_devices, with_budgets
 from .memory_advice import is_device
-from .runtimes import FAILURES, as_user_error, of_system_limit, open_runtime
+from .runtimes import FAILURES, as_user_error, open_runtime
 
 __all__ = [
     "DISK",
@@ -30,7 +30,6 @@ __all__ = [
     "is_device",
     "known_gemm_peak",
     "memory_bandwidth",
-    "of_system_limit",
     "open_nccl",
     "open_runtime",
     "open_store",

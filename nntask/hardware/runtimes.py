@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from scheduler.machine import watchdog_seconds
 from tiles.kernels import KernelBuildError, kernel_versions
 
 from ..errors import Diverged, NntaskError, StorageError, UsageError
+from ..io.system_limits import is_open_file_limit
 from .gpus import close_gpus, open_gpus
 from .machine_spec import MachineSpec, cannot_reserve
 from .memory_advice import does_not_fit
@@ -85,7 +85,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
         except (MemoryError, OverflowError) as error:
             raise cannot_reserve(machine, error) from error
         except OSError as error:
-            if disk is None:
+            if disk is None or is_open_file_limit(error):
                 raise
             raise StorageError(f"{disk.budget.text}: {error.strerror or error}", "name a directory that can be written", flag="--disk") from error
         unused.pop_all()  # the runtime owns them from here on
@@ -130,13 +130,3 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
     if isinstance(error.__cause__, FoundNaN):
         return Diverged(str(error.__cause__), "lower --lr, raise --warmup-steps or set --grad-clip 1")
     return error
-
-
-def of_system_limit(error: BaseException) -> StorageError | None:
-    """Return the user's error for a limit of the system that Python raises as an error of its own; None for any other error."""
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        fact = "the system starts no more threads for this process"
-        return StorageError(fact, "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu")
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and not error.filename:
-        return StorageError("the system opens no more files for this process", "raise its limit of open files (ulimit -n)")
-    return None

@@ -6,6 +6,7 @@ from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import STORAGE, checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
+from .system_limits import of_system_limit
 from .terminal_text import printable, python_command, python_text
 from .units import LARGEST, format_count, format_least, format_size, is_size, parse_rate, parse_size
 from .writable import check_writable
@@ -23,6 +24,7 @@ __all__ = [
     "format_size",
     "is_size",
     "load_tensors",
+    "of_system_limit",
     "open_text",
     "parse_rate",
     "parse_size",

@@ -24,8 +24,8 @@ from typing import Final
 PREFIX: Final = ".writing-"
 _NEW: Final = "new"
 _OLD: Final = "old"
-NOT_OFFERED: Final = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of operations that a file system does not have, as those of networks and of memory cards lack links and forced entries of directories."""
+UNSUPPORTED: Final = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of operations that a file system does not support: some of networks and memory cards have no symbolic links, or no fsync of directories."""
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def make_directories(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or the entries of a directory, to disk; nothing happens if the file system cannot force entries, as that of some networks.
+    """Force a file, or the entries of a directory, to disk. A file system that does not support fsync of directories is no error.
 
     Raises:
         OSError: the path does not exist, or the disk failed.
@@ -122,7 +122,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in NOT_OFFERED or not path.is_dir():
+        if error.errno not in UNSUPPORTED or not path.is_dir():
             raise
     finally:
         os.close(fd)

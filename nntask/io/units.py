@@ -25,10 +25,10 @@ _UNITS: Final = {
 _BY_LOWER: Final = {unit.lower(): unit for unit in _UNITS}
 _WORDS: Final = "B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
 _NUMBER: Final = r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)\s*"
-_SIZE: Final = re.compile(_NUMBER + r"([A-Za-z]*)\s*")
-_BITS: Final = re.compile(_NUMBER + r"((?:[KMGTkmgt][Ii]?)?)b(?:its?)?(?:/s|ps)?\s*")
+_SIZE: Final = re.compile(_NUMBER + r"([A-Za-z]*)\s*", re.ASCII)
+_BITS: Final = re.compile(_NUMBER + r"((?:[KMGTkmgt][Ii]?)?)b(?:its?)?(?:/s|ps)?\s*", re.ASCII)
 
-_FRACTION: Final = re.compile(r"\s*(0?\.\d+|1\.0*|0\.\d*)\s*")
+_FRACTION: Final = re.compile(r"\s*(0?\.\d+|1\.0*|0\.\d*)\s*", re.ASCII)
 
 
 def parse_size(text: str, what: str) -> int:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import UsageError
+from .system_limits import is_open_file_limit
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -38,6 +39,8 @@ def _can_create_in(directory: Path) -> bool:
     try:
         probe.touch(exist_ok=False)
         probe.unlink()
-    except OSError:
+    except OSError as error:
+        if is_open_file_limit(error):
+            raise
         return False
     return True

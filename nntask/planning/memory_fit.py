@@ -137,7 +137,7 @@ def capture(
     else:
         count = len(share[0].minibatches)
     check_num_tasks(run, count)
-    _LOG.info("capturing a step of %d minibatches", count)
+    _LOG.info("capturing a step of %d minibatch%s", count, "" if count == 1 else "es")
     machine = run.machine
     runtime = CapturingRuntime(run.step.lanes, has_gpus=machine.has_gpus, aside=machine.aside, mixed=machine.sharing == "mixed")
     model = _built(run, runtime, frozen_base) if build is None else build(runtime)
@@ -230,6 +230,7 @@ def least_needs(plan: StepPlan, target: MachineModel, recompute: str, order: str
         quick: whether to return the first needs that the last tier satisfies, of which the submission order's come first if the order is open.
         reading: bytes of host memory for file readers.
     """
+    _LOG.info("computing the least memory of a step of %d tasks", len(plan.tasks))
     given = None if order == AUTO else next(order_ranks(plan, order), None)
     least, computes = needs_of(plan, reading=reading, ranks=given), target.last in target.compute_nodes
     steps = chain([plan], most_again(plan) if recompute == AUTO else ())

@@ -319,6 +319,9 @@ class StepPrinter:
 
     Attributes:
         failure: first failed write within `deferring`; None for none.
+
+    Raises:
+        StorageError: a write failed outside `deferring`. A pipe without a reader is such a failure, too: a training that it ends is incomplete.
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
@@ -329,18 +332,12 @@ class StepPrinter:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Raise the first failed write only at the end of this block, and discard what is written after it.
-
-        Raises:
-            StorageError: a write failed. A pipe without a reader is such a failure, too, since a training that it ends is not complete.
-        """
+        """Keep the first failed write in this block as `failure` instead of raising it, and discard what is written after it."""
         self._is_deferring = True
         try:
             yield
         finally:
             self._is_deferring = False
-        if self.failure is not None:
-            raise self.failure
 
     def step(self, line: str, *, keep: bool) -> None:
         """Show a step; on a terminal only lines with `keep` stay."""
@@ -362,8 +359,6 @@ class StepPrinter:
             self.stream.write(text)
             self.stream.flush()
         except (OSError, StorageError) as error:
-            if isinstance(error, BrokenPipeError) and not self._is_deferring:
-                raise
             failure = error if isinstance(error, StorageError) else _not_printed(error)
             if not self._is_deferring:
                 raise failure from error

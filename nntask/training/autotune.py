@@ -14,6 +14,7 @@ traffic does not shrink in proportion to the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -105,15 +106,13 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
             read_table(table)
     open_dataset(run.data, say)  # report broken data before the search rather than after it
     check_budgets(run.machine)
-    with Interrupts() as interrupts:
-        try:
-            tiling = search(run, say, interrupts.pending)
-        except _MeasuringStopped:
-            say("interrupted while tiles were measured; nothing was saved yet, so there is nothing to continue")
-            return interrupts.exit_code
-    run = retiled(run, tiling)
+    with Interrupts() as interrupts, suppress(_MeasuringStopped):
+        run = retiled(run, search(run, say, interrupts.pending))
+    if interrupts.pending():
+        say("interrupted while tiles were measured; nothing was saved yet, so there is nothing to continue")
+        return interrupts.exit_code
     if table and not run.settings.run.dry_run:
-        add_row(table, shape_of(run.model.config, run.step.minibatch, run.model.seq_len), tiling)
+        add_row(table, shape_of(run.model.config, run.step.minibatch, run.model.seq_len), run.model.tiling)
         say(f"auto-tile: entered into {table}")
     return run
 

@@ -143,13 +143,10 @@ class Loop:
         Raises:
             Diverged: a loss, a gradient norm, or a weight to be saved is not finite.
             DataError: training or validation data cannot be read any more; the steps done are saved.
-            StorageError: a checkpoint or a line of metrics.jsonl could not be written, or a line could not be printed; then the steps done are saved.
+            StorageError: a checkpoint or a line of metrics.jsonl could not be written, or a line could not be printed. If the printer defers failed
+                writes, such a line ends the training instead, and the steps done are saved.
             RunStopped: a callback of `Runtime.on_task` stopped the run; the checkpoints so far are whole.
         """
-        with self.printer.deferring():
-            self._train()
-
-    def _train(self) -> None:
         plan = self.plan
         flying: _Flight | None = None
         self._last_end = perf_counter()

@@ -22,6 +22,7 @@ from ..data.dataset import Dataset, open_dataset
 from ..engine.interface import Cluster, ModelShapes, NodesChanged
 from ..engine.opening import runtime_for
 from ..engine.recorded import PlannedStep, RecordedEngine
+from ..errors import StorageError
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error
@@ -166,16 +167,25 @@ def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 
 
-def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:
-    """Continue a run that has passed all checks, with its directory locked; a dry run only prints its settings."""
+def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], None]) -> int:
+    """Continue a run that has passed all checks, with its directory locked, and return its exit code. A dry run only prints its settings.
+
+    The code is determined when everything is closed, so that no signal and no failed write in between is lost.
+
+    Raises:
+        StorageError: standard output could not be written, and no signal ended the run.
+    """
     if run.settings.run.dry_run:
         stream_of(run, open_dataset(run.data, printer.say))
         printer.say(to_toml(run.settings))
         return 0
     interrupts = Interrupts()
     interrupts.say_what_is_left = partial(left_behind, run)
-    with RunLock(run.directory, run.start.flag, partial(check_directory, run)) as lock, interrupts:
-        return go_on(lock, interrupts)
+    with RunLock(run.directory, run.start.flag, partial(check_directory, run)) as lock, interrupts, printer.deferring():
+        go_on(lock, interrupts)
+    if printer.failure is not None and not interrupts.pending():
+        raise StorageError(printer.failure.fact, interrupts.say_what_is_left())
+    return interrupts.exit_code
 
 
 def _here(
@@ -187,7 +197,7 @@ def _here(
     printer: StepPrinter,
     interrupts: Interrupts,
     around: AroundTraining | None = None,
-) -> int:
+) -> None:
     """Train on this machine.
 
     Args:
@@ -214,7 +224,7 @@ def _here(
 
             hooks = Hooks(on_step, tracer.is_edge, partial(validate, session), at_end=at_end)
             with nullcontext() if around is None else around(session):
-                return run_loop(session, hooks)
+                run_loop(session, hooks)
     except FAILURES as error:
         raise as_user_error(error, runtime, run.machine, left_behind(run), lower=lower) from error
 
@@ -224,7 +234,7 @@ def _byte_lengths(dataset: Dataset) -> npt.NDArray[np.int64] | None:
     return dataset.tokenizer.byte_lengths() if dataset.tokenizer and dataset.spec.objective.kind == "causal" else None
 
 
-def _on_cluster(run: RunConfig, cluster: Cluster, shapes: ModelShapes, printer: StepPrinter, lock: RunLock, interrupts: Interrupts) -> int:
+def _on_cluster(run: RunConfig, cluster: Cluster, shapes: ModelShapes, printer: StepPrinter, lock: RunLock, interrupts: Interrupts) -> None:
     """Train on a cluster. When its nodes change, continue from the last checkpoint with the remaining ones."""
     dataset = open_dataset(run.data, printer.say)
     while True:
@@ -238,7 +248,7 @@ def _on_cluster(run: RunConfig, cluster: Cluster, shapes: ModelShapes, printer: 
         except NodesChanged as change:
             if interrupts.pending():
                 printer.say(f"{change}; {interrupted(run, None)}")
-                return interrupts.exit_code
+                return
             if step_directories(run.directory):
                 run = run.after(find_checkpoint(run.directory))
             where = f"after step {run.start.step}" if run.start.resumed is not None else "from the beginning, since nothing was saved yet"

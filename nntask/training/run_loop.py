@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.run_config import LanguageRun
 from ..data.dataset import Dataset
-from ..errors import DataError, StorageError
+from ..errors import DataError
 from ..telemetry.metrics import Journal
 from ..telemetry.tensorboard import EventFile
 from .closing import close, summarise
@@ -19,8 +19,8 @@ from .run_directory import METRICS, machine_of, versions, write_machine
 from .session import Session, print_totals
 
 
-def run_loop(session: Session, hooks: Hooks) -> int:
-    """Train, print and write the results, and return the exit code.
+def run_loop(session: Session, hooks: Hooks) -> None:
+    """Train, and print and write the results.
 
     Raises:
         NntaskError: any error of `Loop.train`; the remaining files are written where possible.
@@ -31,7 +31,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
         if interrupts.pending():
             interrupts.cut_short = True
             printer.say("interrupted before training; no training was asked for and nothing was saved")
-        return interrupts.exit_code
+        return
     print_totals(session.stream, printer)
     events = EventFile(run.directory, run.start.step) if run.settings.observe.report_to == "tensorboard" else None
     journal = Journal(run.directory / METRICS, run.start.step, timed_after=max(run.start.step, warmup), events=events)
@@ -48,8 +48,6 @@ def run_loop(session: Session, hooks: Hooks) -> int:
                 ending()
         if isinstance(error, DataError):
             raise DataError(str(error), how_to_continue(run, "restore the data, then ")) from error
-        if isinstance(error, StorageError) and error is printer.failure:
-            raise StorageError(error.fact, how_to_continue(run)) from error
         raise
     for ending in endings:
         ending()
@@ -59,7 +57,6 @@ def run_loop(session: Session, hooks: Hooks) -> int:
         printer.say(interrupted(run, loop.step))
     else:
         close(session, journal)
-    return interrupts.exit_code
 
 
 def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flops: float) -> Loop:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
-from math import inf
+from math import inf, prod
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -31,8 +31,10 @@ from ..engine.interface import Counters, StepEngine, Trained
 from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
 from ..hardware.machine_model import MachineModel
+from ..hardware.machine_spec import free_bytes
 from ..inference.samples import sample_prompt
 from ..io.units import format_size
+from ..optim.adamw8bit import LEAST
 from ..planning.assignment import ASSIGNMENT
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
@@ -236,6 +238,12 @@ def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update:
         f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
         f"vocab {cut.vocab_tile}; {engine.num_tasks} tasks a step; {run.step.lanes} lane{'' if run.step.lanes == 1 else 's'}"
     )
+    if settings.optimizer.optimizer == "adamw8bit":
+        sizes = [prod(tensor.shape) for tensor in engine.model_tensors().values()]
+        small = sum(size for size in sizes if size < LEAST)
+        if 2 * small > sum(sizes):
+            share = f"{small / sum(sizes):.0%}"
+            lines.append(f"adamw8bit: {share} of the trained weights have fp32 moments, in parameters of fewer than {LEAST:,} elements")
     if run.step.update_on == "cpu" or by_update:
         lines.append(f"weights are updated {told_updater(run.step.update_on, by_update or {})}")
     return lines
@@ -268,6 +276,10 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
         if order.recompute != NONE and without is not None:
             cost = "the step would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
             say(f"recomputed instead of kept: {order.recompute}; without, {cost}")
+    saved = (*session.engine.model_tensors().values(), *session.engine.optimizer_tensors().values())
+    needed, free = sum(tensor.nbytes for tensor in saved), free_bytes(run.directory)
+    if free < needed:
+        say(f"a checkpoint needs {format_size(needed)}, and {format_size(free)} are free at {run.directory}: without more room, none can be saved")
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:

@@ -32,8 +32,8 @@ class Interrupts:
 
     Attributes:
         signal: first signal that arrived; None for none.
-        cut_short: whether a signal ended the training before its last step.
-        say_what_is_left: function that describes, when a second signal ends the process, how to continue.
+        cut_short: whether a signal, or output that could not be written, ended the training before its last step.
+        say_what_is_left: function that describes, for a run that ends too soon, how to continue.
     """
 
     def __init__(self) -> None:

@@ -87,6 +87,7 @@ def run_train(argv: Sequence[str], *, changed: Changed, around: AroundTraining) 
     """
     from .commands.train import run
 
+    _check_working_directory()
     return run(argv, changed=changed, around=around)
 
 
@@ -102,23 +103,22 @@ def release() -> str:
 
 def _answer(command: Callable[[], int], output: Output) -> int:
     """Run a command and print its error, except Ctrl-C; returns the exit code."""
+    code = 0
     try:
         try:
-            _check_working_directory()
             code = command()
         except SystemExit:  # the help has been printed
             output.flush()
             raise
         output.flush()
         return code
-    except BrokenPipeError:  # the reader of the output has ended, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output has ended, e.g. `| head`; a training reports this itself
         output.discard()
-        return 0
+        return code
     except Exception as error:
-        if isinstance(error, RuntimeError | OSError):
-            from nntask.hardware import of_system_limit
+        from nntask.io import of_system_limit
 
-            error = of_system_limit(error) or error
+        error = of_system_limit(error) or error
         code = exit_code(error)
         if code == 1:
             raise
@@ -168,6 +168,10 @@ def _dispatch(args: list[str]) -> int:
 
         near = difflib.get_close_matches(command, COMMANDS, 1)
         raise UsageError(f"unknown command {command!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"))
+    from .options.help import HELP, HELP_ALL
+
+    if not {*HELP, HELP_ALL} & set(args):
+        _check_working_directory()
     module = ".bench" if command == "bench" else f".commands.{command}"
     return int(importlib.import_module(module, __name__).run(args[1:]))
 

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TextIO
 
@@ -95,19 +96,20 @@ def complain(sentence: str) -> None:
 
 
 class Doing(logging.Handler):
-    """Prints what a package logs that it is doing, once that has taken a while.
+    """Prints what a package logs that it is doing, once that has taken a while, and repeats it with the time if nothing else is logged.
 
     Args:
         package: name of the package's logger.
         after: seconds of silence at the beginning.
         show: function that prints a sentence.
+        every: seconds after which the latest message is repeated.
     """
 
-    def __init__(self, package: str, after: float, show: Callable[[str], None] = complain) -> None:
+    def __init__(self, package: str, after: float, show: Callable[[str], None] = complain, every: float = 15.0) -> None:
         super().__init__(logging.INFO)
         self._logger, self._show, self._latest, self._is_late = logging.getLogger(package), show, "", False
-        self._timer = threading.Timer(after, self._begin)
-        self._timer.daemon = True
+        self._after, self._every, self._is_over = after, every, threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="nntask progress", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a message, and print it if the silence is over. The lock of the handler is held."""
@@ -115,19 +117,22 @@ class Doing(logging.Handler):
         if self._is_late:
             self._show(self._latest)
 
-    def _begin(self) -> None:
-        with self.lock or contextlib.nullcontext():
-            self._is_late = True
-            if self._latest:
-                self._show(self._latest)
+    def _repeat(self) -> None:
+        begin, seconds = time.monotonic(), self._after
+        while not self._is_over.wait(seconds):
+            with self.lock or contextlib.nullcontext():
+                if self._latest:
+                    self._show(f"{self._latest} ({time.monotonic() - begin:.0f} s so far)" if self._is_late else self._latest)
+                self._is_late, seconds = True, self._every
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)
         self._level = self._logger.level
         self._logger.setLevel(logging.INFO)
-        self._timer.start()
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
+        self._is_over.set()
+        self._thread.join()
         self._logger.removeHandler(self)
         self._logger.setLevel(self._level)

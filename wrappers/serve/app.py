@@ -154,7 +154,7 @@ class Application:
         most, content = self._service.most_bytes, bytearray()
         too_large = ApiError(413, f"the body must have at most {most:,} bytes; send less", code="request_too_large", headers={"connection": "close"})
         length = request.headers.get("content-length", "")
-        if length.isdigit() and (len(length) > 18 or int(length) > most):
+        if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise too_large
         try:
             async with asyncio.timeout(self._service.receive_seconds):

@@ -32,7 +32,7 @@ _EFFECTLESS: Final = (
     *("verbosity", "keep_alive", "cache_prompt", "prediction"),
 )
 """Fields that describe the request or how it is served, and do not affect the text."""
-_NOT_OFFERED: Final = (
+_UNSUPPORTED: Final = (
     *("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "suffix", "web_search_options"),
     *("grammar", "json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("chat_template_kwargs", "min_p", "ignore_eos"),
@@ -343,7 +343,7 @@ def _checked(
         if name in table:
             if value is not None:
                 values[name] = table[name][0](name, value)
-        elif name in _NOT_OFFERED:
+        elif name in _UNSUPPORTED:
             if value not in _EMPTY and value not in _NOTHING.get(name, ()):
                 raise ApiError(400, f"{name} is not supported here, got {_shown(value)}; leave it out", param=name)
         elif name not in _EFFECTLESS and value not in _EMPTY:

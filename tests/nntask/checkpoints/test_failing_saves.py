@@ -91,8 +91,8 @@ def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL], ids=errno.errorcode.get)
-def test_a_file_system_without_links_and_forced_entries(code: int, tmp_path: Path) -> None:
-    """Checkpoints are saved and replaced there as ever, but for the link to the newest one, which its number tells."""
+def test_a_file_system_without_symlinks_and_fsync_of_directories(code: int, tmp_path: Path) -> None:
+    """Checkpoints are saved and replaced, and the newest is found by its step, since the link `latest` is missing."""
     done = run_script(LIMITED, tmp_path / "run", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]

@@ -339,8 +339,8 @@ def test_tasks_that_start_together() -> None:
     assert set(starts) == {2, 3}
 
 
-def test_a_start_moves_once() -> None:
-    """It waits for a task that depends on others since, if it is in nobody's way, but not for one after another: its data stays allocated."""
+def test_a_launch_moves_at_most_once() -> None:
+    """A launch moves to the end for one later task of its codelet, and not for another one, because its data stays allocated until it runs."""
     many = replace(MIX, cuda_many=lambda tasks: None)
 
     def emit(runtime: CapturingRuntime, kept: list[Any]) -> None:

@@ -11,6 +11,7 @@ from scheduler import usable_cores
 from scheduler.storage.limits import memory_limit
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -71,3 +72,10 @@ def test_a_system_without_cgroups(tmp_path: Path) -> None:
     """Limits are those of the machine."""
     assert memory_limit(tmp_path, tmp_path / "none") >= memory_limit()
     assert usable_cores(tmp_path, tmp_path / "none") >= usable_cores() >= 1
+
+
+def test_one_function_counts_cores() -> None:
+    """Benchmarks and packages use it, since any other count misses the quota of a container."""
+    files = [path for folder in ("scheduler", "tiles", "nntask", "wrappers", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    counting = [str(path.relative_to(ROOT)) for path in files if "len(os.sched_getaffinity" in path.read_text()]
+    assert counting == ["scheduler/storage/limits.py"]

@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 from support.deadline import DEADLINE
 
+from nntask.training import autotune
 from wrappers.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -126,6 +127,18 @@ def test_ctrl_c_ends_the_search(here):
     assert "interrupted while tiles were measured" in out
     assert err == ""
     assert not (here / "run").exists()
+
+
+def test_a_signal_after_the_last_trial_counts(here, capsys, monkeypatch):
+    """A search that ends before it looks at the signal does not lose it."""
+
+    def search(run, say, stopped):
+        signal.raise_signal(signal.SIGTERM)
+        return run.model.tiling
+
+    monkeypatch.setattr(autotune, "search", search)
+    assert main([*TRAIN, "--run-dir=run", "--auto-tile=measured"]) == 143
+    assert "interrupted while tiles were measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from support.deadline import DEADLINE
 from support.fault_runs import FLAGS, prepare, undisturbed
 
 from nntask.checkpoints.store import find_checkpoint, step_directories
+from nntask.training import session
 from wrappers.cli import main
 
 TRAIN = ["train", *FLAGS.split(), "--steps=8", "--save-every=2"]
@@ -65,6 +66,19 @@ def test_a_directory_that_takes_no_more(code: int, here: Path, truth: list[tuple
     assert find_checkpoint(here / "a").step == 4
     assert main(["train", "--resume=a"]) == 0
     assert numbers(here / "a") == truth
+
+
+def test_a_run_says_at_its_start_that_no_checkpoint_fits(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both figures, before hours of training; nothing if there is room."""
+    assert main([*TRAIN, "--steps=1", "--run-dir=a"]) == 0
+    assert "a checkpoint needs" not in capsys.readouterr().out
+    written = sum(path.stat().st_size for path in (here / "a" / "latest").glob("*.safetensors"))
+    monkeypatch.setattr(session, "free_bytes", lambda directory: 1024)
+    assert main([*TRAIN, "--steps=1", "--run-dir=b"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a checkpoint needs"))
+    needed = float(line.split()[3])
+    assert line == f"a checkpoint needs {needed:g} KiB, and 1 KiB are free at b: without more room, none can be saved"
+    assert 0.8 * written < needed * 1024 <= written
 
 
 def mounted(size: str, script: str, folder: Path) -> str:

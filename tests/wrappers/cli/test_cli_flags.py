@@ -33,6 +33,30 @@ class NoCards:
         return []
 
 
+ARABIC = str.maketrans("0123456789", "".join(chr(0x660 + digit) for digit in range(10)))
+NUMBERS = (
+    *("train --train=lora:4", "train --train=lora:4:experts", "train --order=layers:2", "train --trace-steps=1:2", "train --recompute=gelu:0.5"),
+    *("train --dask=local:2", "train --dask=tcp://host:8786", "train --ram=64MiB", "train --ram=1,000MB", "train --disk=tier:1GB"),
+    *("train --sim-gpu=1@1GB/s", "train --sim-gpu=1 --gpu-memory=64MiB", "plan --devices=1x8GiB", "plan --devices=8GiB@5TF"),
+    *("plan --devices=8GiB --link=5GB/s", "serve nothing --port=8000", "generate nothing --prompt=a --temperature=0.5", "bench overhead --tasks=9"),
+)
+
+
+def test_numbers_have_ascii_digits(capsys):
+    """Python takes digits of every alphabet and underscores between them; flags take neither, wherever a number is part of their value."""
+    for command, table in flag_tables():
+        for flag in table.values():
+            if flag.value_type in (int, float):
+                for text in ("\u0664", "1_0"):
+                    with pytest.raises(UsageError):
+                        flag.convert(text, f"{command} --{flag.name}")
+    for line in NUMBERS:
+        *words, last = line.split()
+        flag, _, value = last.partition("=")
+        assert main([*words, f"{flag}={value.translate(ARABIC)}"]) == 2, line
+        assert flag in capsys.readouterr().err
+
+
 def test_dashes_underscores_and_equals_are_one():
     """The four ways to write a flag set the same field; the last of equal flags wins."""
     for argv in (["--seq-tile", "64"], ["--seq_tile=64"], ["--seq_tile", "64"], ["--seq-tile=1", "--seq-tile=64"]):
@@ -105,6 +129,7 @@ def test_resume_alone_means_auto():
         (["--batch=1.5"], "--batch must be a whole number, got '1.5'; write one"),
         (["--dtype=zzz"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'zzz'; choose one of them"),
         (["--dtype=fp23"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'fp23'; did you mean"),
+        (["--optimizer=adamw8"], "--optimizer must be one of adamw, adam, sgd, muon, adamw8bit, got 'adamw8'; did you mean adamw8bit?"),
         (["--no-graphs=3"], "--no-graphs takes no value, got '3'; write --no-graphs to turn it off, or --graphs"),
         (["--no-graphs="], "--no-graphs takes no value, got ''; write --no-graphs to turn it off, or --graphs"),
         (["--graphs=maybe"], "--graphs must be true or false"),

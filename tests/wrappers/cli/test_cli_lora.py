@@ -214,7 +214,7 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
         assert (code, "the frozen weights" in err, "name another place" in err) == (2, True, True)
     good = (here / "gpt2" / "model.safetensors").read_bytes()
     write_base(here / "gpt2", "gpt2", seed=10)
-    for argv in commands:
+    for argv in (*commands, ["export", "run", "adapters", "--force"]):  # PEFT would add the adapters to whatever is there
         code, err = refuse(capsys, argv)
         assert code == 4
         assert "as it was, with fingerprint" in err
@@ -250,11 +250,12 @@ def test_a_broken_state_says_so(here: Path, capsys, change, words: str) -> None:
     [
         (
             ["--train=lora:x"],
-            "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:x; for example --train lora:8",
+            "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:x; for example --train lora:4",
         ),
         (["--train=lora:0"], "--train must be all, or lora:RANK or lora:RANK:experts with a rank of at least 1, got lora:0"),
         (["--train=lora"], "--train must be all, or lora:RANK"),
-        (["--train=lora:4:expert"], "--train must be all, or lora:RANK"),
+        (["--train=lora:6:expert"], "got lora:6:expert; for example --train lora:6:experts"),
+        (["--train=lora:R:experts"], "got lora:R:experts; for example --train lora:4:experts"),
         (["--train=lora:4:experts"], "--train lora:4:experts is for mixtures of experts, and the model has none; use lora:4"),
         (["--train=lora:4:experts", "--lora-dropout=0.1"], "--lora-dropout 0.1 must be 0 with --train lora:4:experts: adapters of experts have no"),
         (["--train=some"], "--train must be all, or lora:RANK"),
@@ -283,7 +284,7 @@ def test_what_belongs_to_one_kind_of_run_only(here: Path, capsys) -> None:
             ["train", "--resume=run", "--steps=2", "--train=lora:8", "--lora-alpha=9"],
             "(was lora:4, is lora:8), --lora-alpha (was 8.0, is 9.0)",
         ),
-        (["train", "--resume=run", "--steps=2", "--train=all"], "--lora-alpha 8 is about adapters"),
+        (["train", "--resume=run", "--steps=2", "--train=all"], "but these differ: --train (was lora:4, is all); drop those flags"),
         (["train", "--resume=whole", "--steps=2", "--train=lora:8"], "--train (was all, is lora:8)"),
         (["export", "whole", "out", "--merge"], "--merge is about adapters"),
         (["export", "run", "out", "--shard-size=1MB"], "--shard-size 1MB is about whole models"),
@@ -292,6 +293,18 @@ def test_what_belongs_to_one_kind_of_run_only(here: Path, capsys) -> None:
         assert code == 2
         assert words in err
     assert not (here / "out").exists()
+
+
+def test_small_parameters_keep_fp32_moments(here: Path, capsys) -> None:
+    """A run with 8-bit moments says so if most of what it trains has none."""
+    wide = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    (here / "wide.json").write_text(json.dumps(wide))
+    common = [*(each for each in TRAIN if "lora" not in each), "--config-path=wide.json", "--optimizer=adamw8bit", "--tokenizer=bytes", "--steps=1"]
+    assert main([*common, "--train=lora:4", "--run-dir=adapters"]) == 0
+    words = "adamw8bit: 100% of the trained weights have fp32 moments, in parameters of fewer than 4,096 elements\n"
+    assert words in capsys.readouterr().out
+    assert main([*common, "--run-dir=whole"]) == 0
+    assert "fp32 moments" not in capsys.readouterr().out
 
 
 def test_a_plan_counts_the_smaller_state(here: Path, capsys) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -97,8 +98,51 @@ def test_a_training_whose_output_goes_nowhere_is_saved(tmp_path: Path, is_termin
     assert saved.step >= 3
     if process.returncode != 129:  # the signal of the terminal has come before a write failed
         why = "Input/output error" if is_terminal else "Broken pipe"
-        ending = f"the newest checkpoint is run/checkpoints/step-{saved.step:06d}; continue with: nntask train --resume run\n"
+        ending = f"interrupted after step {saved.step}; continue with: nntask train --resume run\n"
         assert (process.returncode, err) == (6, f"nntask: cannot write to standard output: {why}; {ending}")
+
+
+EVENT = """
+import os, signal, sys
+def happen():
+    if {breaks}:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+    if {number}:
+        signal.raise_signal({number})
+def hook(event, args):
+    if event == "os.rename" and str(args[1]).endswith("/{file}"):
+        happen()
+sys.addaudithook(hook)
+if "{file}" == "closing":
+    import scheduler.api.runtime as runtime
+    honest = runtime.Runtime.__exit__
+    def close(self, *error):
+        happen()
+        return honest(self, *error)
+    runtime.Runtime.__exit__ = close
+elif "{file}" == "start":
+    happen()
+"""
+
+
+@pytest.mark.parametrize(("breaks", "number"), [(True, 0), (False, signal.SIGHUP), (True, signal.SIGHUP)], ids=["broken", "signal", "both"])
+@pytest.mark.parametrize("file", ["start", "config.toml", "step-000002", "summary.json", "closing"])
+def test_a_training_that_is_interrupted_or_unread_never_exits_with_0(file: str, breaks: bool, number: int, tmp_path: Path) -> None:
+    """At whichever moment of a run: 128 + signal after a signal, otherwise 6 after lines that could not be printed."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    flags = "--model tiny --dataset text --dataset-path text.txt --tokenizer bytes --seq-len 16 --batch 1 --steps 2 --ncpu 1 --sample-tokens 2"
+    process = start("train", *flags.split(), "--run-dir=run", script=EVENT.format(file=file, breaks=breaks, number=int(number)), cwd=tmp_path)
+    _, err = process.communicate(timeout=DEADLINE)
+    unread = breaks and file != "closing"  # nothing is printed after that
+    killed = file == "start" and number  # no run has begun that could be saved
+    assert process.returncode % 256 in ((128 + number, 256 - number) if killed else (128 + number if number else 6 * unread,)), err
+    assert "Traceback" not in err or killed
+    if unread and not number:
+        left = "nothing was saved" if file in ("start", "config.toml") else "all 2 steps were done"
+        assert err.startswith("nntask: cannot write to standard output: Broken pipe; "), err
+        assert (left in err) or file == "start"
 
 
 def test_an_error_that_nobody_can_read(tmp_path: Path) -> None:
@@ -116,16 +160,44 @@ def test_a_system_that_starts_no_more_threads(command: list[str], tmp_path: Path
     assert "Traceback" not in err
 
 
-def test_a_system_that_opens_no_more_files(tmp_path: Path) -> None:
-    """A limit of open files that is met by a pipe, which has no name to blame, gives the same code and a sentence."""
+NO_MORE_FILES = """
+import contextlib, errno, io, os, shutil, sys
+from wrappers.cli import main
+left = refused = None
+def hook(event, args):
+    global left, refused
+    if event == "open" and left is not None and isinstance(args[0], str) and not args[0].endswith((".py", ".pyc", ".pyi")):
+        left -= 1
+        if left < 0:
+            refused = True
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), args[0])
+sys.addaudithook(hook)
+for count in (1000, *range(0, 1000, 23)):
+    left, refused = count, False
+    print(f"-- {{count}}", file=sys.stderr)
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main({argv})
+    left = None
+    shutil.rmtree("run", ignore_errors=True)
+    print(f"exit {{code}}", file=sys.stderr)
+    if count < 1000 and (code == 0 or not refused):
+        break
+"""
+
+
+@pytest.mark.parametrize("disk", [[], ["--ram=12MiB", "--disk=tier"]], ids=["memory", "disk"])
+def test_a_system_that_opens_no_more_files(disk: list[str], tmp_path: Path) -> None:
+    """Whichever file meets the limit, the command blames the limit, and neither that file nor its directory. Best effort is all that may follow."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    script = "import os, errno\ndef pipe():\n    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))\nos.pipe = pipe"
-    process = start("train", "--dataset=text", "--dataset-path=text.txt", "--steps=1", "--run-dir=run", script=script, cwd=tmp_path)
+    argv = ["train", "--dataset=text", "--dataset-path=text.txt", "--seq-len=16", "--batch=1", "--steps=2", "--ncpu=1", "--run-dir=run", *disk]
+    process = start("--help", script=NO_MORE_FILES.format(argv=argv), cwd=tmp_path)
     _, err = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, err.splitlines()[-1]) == (
-        6,
-        "nntask: the system opens no more files for this process; raise its limit of open files (ulimit -n)",
-    )
+    assert process.returncode == 0, err
+    first, *limited, last = [part.partition("\n")[2] for part in err.split("-- ")[1:]]
+    assert len(limited) > 5
+    sentence = "nntask: the system opens no more files for this process; raise its limit of open files (ulimit -n)\nexit 6\n"
+    assert [part for part in limited if part != sentence] == []
+    assert (first, last) == ("exit 0\n", "exit 0\n")
 
 
 def test_a_reader_that_has_ended(tmp_path: Path) -> None:
@@ -144,7 +216,7 @@ def test_errors_show_names_of_files_without_what_a_terminal_obeys(capsys: pytest
 
 
 def test_a_planner_that_takes_long_says_what_it_is_doing() -> None:
-    """Nothing before the silence is over, then the latest message and each later one; nothing after the command."""
+    """Nothing before the silence is over, then the latest message and each later one, repeated if none follows; nothing after the command."""
     logger, shown, is_shown = logging.getLogger("some.planner"), list[str](), threading.Event()
 
     def show(sentence: str) -> None:
@@ -161,3 +233,7 @@ def test_a_planner_that_takes_long_says_what_it_is_doing() -> None:
     with Doing("some", 1000, show):
         logger.info("fast")
     assert shown[-1] == "running it"
+    is_repeated = threading.Event()
+    with Doing("some", 0.01, lambda sentence: is_repeated.set() if sentence == "slow (0 s so far)" else None, every=0.01):
+        logger.info("slow")
+        assert is_repeated.wait(30)

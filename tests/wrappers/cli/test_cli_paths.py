@@ -77,6 +77,12 @@ def test_a_working_directory_that_was_removed(
     (here / "gone").rmdir()
     code, err = refuse(capsys, argv)
     assert (code, err) == (2, "nntask: the working directory cannot be used: No such file or directory; change to another one\n")
+    for question in (["--help"], ["--version"], [argv[0], "--help"], [argv[0], "-h"], ["train", "--help-all"]):
+        try:
+            code = main(question)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        assert (code, capsys.readouterr().err) == (0, "")
 
 
 def test_names_of_that_kind_in_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ class DevicesSettings:
     json: bool = False
     """print JSON"""
     ncpu: int | None = None
-    """number of CPU workers (default: one per core that this process may use, or 0 if GPUs are used)"""
+    """number of CPU workers (default: one per core, within the CPU quota, or 0 if GPUs are used)"""
     ngpu: int | None = None
     """number of GPUs; -1 is all and requires one, and NxP divides each of N GPUs into P devices (default: all if CuPy is installed)"""
     split_gpu: int = 1

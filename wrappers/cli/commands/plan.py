@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
@@ -22,8 +22,8 @@ from ..output import Doing
 
 OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str, "ram-rate": str}
 """Flags of ``nntask plan`` in addition to those of ``nntask train``, with their types."""
-SILENT_SECONDS: Final = 2.0
-"""Time after which a terminal shows what the planner is doing."""
+SILENT_SECONDS: Final[Mapping[bool, float]] = {True: 2.0, False: 10.0}
+"""Whether standard error is a terminal -> time after which it shows what the planner is doing."""
 _OF_DEVICES: Final = {"sim_gpu": "0", "ngpu": "0", "gpu_memory": ""}
 """Settings for devices of this machine, each with the value of its flag that asks for none."""
 
@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError("runs steps, and nntask plan runs nothing", remedy, flag="--auto-tile", value="measured")
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         there = devices_of(settings.resources, settings.model.dtype, checks=False) if machine is None else machine
-        with Doing("nntask.planning", SILENT_SECONDS) if sys.stderr.isatty() else nullcontext():
+        with Doing("nntask.planning", SILENT_SECONDS[sys.stderr.isatty()]):
             settings, minibatch = choose_minibatch(settings, asked.config, there, target)
             figures = plan_run(settings, asked.config, target, machine=machine) | ({"minibatch": minibatch} if minibatch else {})
     return _print(figures, asked)
@@ -168,7 +168,8 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
             target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate)
         machine = request_of(settings.resources, has_disk=False) if asked.machine is None else asked.machine
-        return plan(settings, asked.values, *asked.untiled, asked.resumed, machine, target)
+        with Doing("nntask.planning", SILENT_SECONDS[sys.stderr.isatty()]):
+            return plan(settings, asked.values, *asked.untiled, asked.resumed, machine, target)
 
 
 def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:

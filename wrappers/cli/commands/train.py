@@ -48,19 +48,21 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
     from nntask.config import check_shared, resolve
     from nntask.hardware import with_budgets
     from nntask.planning import choose_minibatch
+    from nntask.telemetry import StepPrinter
     from nntask.training import check_start, train
 
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     if asked.untiled is not None:
         return _through_torch(asked, asked.untiled)
+    say = StepPrinter().say
     assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
         machine = with_budgets(asked.devices)
         settings, minibatch = choose_minibatch(asked.settings, asked.config, machine)
         if minibatch:
-            print(f"minibatch: {minibatch}")
+            say(f"minibatch: {minibatch}")
         run = resolve(settings, asked.config, asked.resumed, machine)
         if changed is not None:
             run = changed(run)
@@ -70,7 +72,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
 
         check_start(run)  # report errors before workers start
         check_shared(run.step.num_minibatches, run.step.lanes, run.cluster)
-        return train_on(run.cluster, lambda cluster: train(run, cluster), print)
+        return train_on(run.cluster, lambda cluster: train(run, cluster), say)
 
 
 def _through_torch(asked: Request, untiled: tuple[Mapping[str, Any], str]) -> int:
@@ -79,7 +81,9 @@ def _through_torch(asked: Request, untiled: tuple[Mapping[str, Any], str]) -> in
     assert asked.machine is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
         load_torch(untiled)
+        from nntask.telemetry import StepPrinter
+
         from ...torch.trainer.training import train
 
-        announce = (lambda: None) if settings.run.dry_run else (lambda: print(through_torch(untiled)))
+        announce = (lambda: None) if settings.run.dry_run else (lambda: StepPrinter().say(through_torch(untiled)))
         return train(settings, asked.values, *untiled, asked.resumed, asked.machine, announce)

@@ -84,7 +84,8 @@ class Flag:
         """
         if self.choices:
             if text not in self.choices:
-                near = difflib.get_close_matches(text, self.choices, 1)
+                longer = [choice for choice in self.choices if text and choice.startswith(text)]
+                near = longer or difflib.get_close_matches(text, self.choices, 1)
                 advice = _RENAMED_VALUES.get((self.name, text)) or (f"did you mean {near[0]}?" if near else "choose one of them")
                 raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}", advice)
             return text
@@ -97,6 +98,8 @@ class Flag:
             if text in self.words:
                 return text
             try:
+                if not text.isascii() or "_" in text:  # Python takes digits of all alphabets, and 1_000
+                    raise ValueError
                 return self.value_type(text)
             except ValueError:
                 what = " or ".join(["a whole number" if self.value_type is int else "a number", *self.words])

@@ -123,7 +123,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
-    from nntask.config import TrainSettings, check_values, request_of
+    from nntask.config import TrainSettings, check_continued, check_values, request_of
     from nntask.hardware import requested_devices
 
     table = table_of(TrainSettings)
@@ -141,7 +141,12 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         values = merge(stored, explicit)
         settings = build(TrainSettings(), values, table)
         is_imaginary = bool(besides.get("devices"))
-        check_values(settings)
+        try:
+            check_values(settings)
+        except UsageError as error:
+            if resumed and error.flag.removeprefix("--") not in explicit:  # a stored value breaks a rule only together with a flag that differs
+                check_continued(settings, resumed)
+            raise
         requested = None if is_imaginary else request_of(settings.resources)
         untiled = _untiled(settings, resumed)
         devices = None if requested is None or untiled else requested_devices(requested, settings.model.dtype)

@@ -23,7 +23,7 @@ from nntask import ClusterError
 from nntask.config import ClusterSpec
 from nntask.training import Interrupts
 
-from .local_workers import signals_blocked
+from .local_workers import block_signals
 
 ANSWER_SECONDS: Final = 5.0
 """Time limit of a scheduler's first answer."""
@@ -94,13 +94,17 @@ class Connection:
             self._close_cluster()
             raise
 
-    def close(self) -> None:
-        """Leave the cluster, and shut it down if it is local. The first signal does not interrupt this, the second one does."""
+    def close(self) -> int:
+        """Leave the cluster, and shut it down if it is local; return the exit code of a signal that arrives meanwhile, 0 for none.
+
+        The first signal does not interrupt this, the second one does.
+        """
         with Interrupts() as interrupts:
             interrupts.say_what_is_left = lambda: "the last checkpoint is complete"
             with contextlib.suppress(Exception):  # the client may be closed already
                 self.client.close(timeout=2)
             self._close_cluster()
+        return interrupts.exit_code
 
     def _close_cluster(self) -> None:
         cluster, self._cluster = self._cluster, None
@@ -297,7 +301,7 @@ def local_cluster(number: int) -> Any:
         "distributed.worker.http.routes": [],
     }
     try:
-        with dask.config.set(terms), signals_blocked():
+        with dask.config.set(terms), block_signals():
             return LocalCluster(
                 n_workers=number,
                 threads_per_worker=max(usable_cores() // number, 1),

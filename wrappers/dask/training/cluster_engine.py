@@ -375,8 +375,9 @@ def train_on(asked: ClusterSpec, train: Callable[[DaskCluster], int], say: Calla
     connection = Connection(asked, say)
     cluster = DaskCluster(connection, asked)
     try:
-        return train(cluster)
+        code = train(cluster)
     except ClusterError as error:
         raise ClusterError(str(error), cluster.what_is_safe()) from error
     finally:
-        connection.close()
+        closing_code = connection.close()
+    return code or closing_code

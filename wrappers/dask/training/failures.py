@@ -6,7 +6,7 @@ from copy import copy
 from typing import TypeVar
 
 from nntask import NntaskError
-from nntask.hardware import of_system_limit
+from nntask.io import of_system_limit
 
 from .peers import PeerLost
 
@@ -32,8 +32,8 @@ def portable(error: BaseException) -> Exception:
     for cause in _chain(error):
         if isinstance(cause, PeerLost):
             return copy(cause)  # the connection keeps the original, which must not get the frames of this node
-        if (limit := of_system_limit(cause)) is not None:
-            return limit
+    if (limit := of_system_limit(error)) is not None:
+        return limit
     if isinstance(error, NntaskError):
         return copy(error)  # with its fields, without its frames
     return NodeFailed("; because ".join(f"{type(cause).__name__}: {cause}" for cause in _chain(error)))

@@ -12,8 +12,8 @@ from nntask.training import SIGNALS
 
 
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals that end a training for threads that begin in this block, and for the processes that these threads start at any time.
+def block_signals() -> Iterator[None]:
+    """Block the signals that end a training, within this context, for threads started in it and for the processes that these threads ever start.
 
     A Ctrl-C in a terminal, its end, and a SIGTERM to a process group reach the workers, too, but are meant for the client, which completes the step
     and saves. Dask ends workers by a message and then by SIGKILL, and workers end by themselves when the client is gone."""
