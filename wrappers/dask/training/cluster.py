@@ -1,7 +1,6 @@
 """The connection to a Dask cluster: a client of its scheduler, its usable workers, and the reasons why it cannot be used.
 
-User errors are reported in one sentence each: an address that does not answer or requires TLS, other versions on the workers, too few workers.
-`cluster_engine` trains on the workers, and detects changes of the cluster.
+User errors are reported in one sentence each. `cluster_engine` trains on the workers, and detects changes of the cluster.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ class Connection:
             raise
 
     def close(self) -> int:
-        """Leave the cluster, and shut it down if it is local; return the exit code of a signal that arrives meanwhile, 0 for none.
-
-        The first signal does not interrupt this, the second one does.
-        """
+        """Leave the cluster, and shut it down if it is local, unless a second signal arrives; return the exit code of the first one, 0 for none."""
         with Interrupts() as interrupts:
             interrupts.say_what_is_left = lambda: "the last checkpoint is complete"
             with contextlib.suppress(Exception):  # the client may be closed already
