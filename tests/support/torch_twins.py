@@ -224,7 +224,7 @@ _REASONS = {
     "PyTorch has no such blocks": "adam8bit decode_blocks quantised_embedding quantised_linear",
     "PyTorch has no such operation": "rotary rotary_angles rotary_angles_at route route_backward row_gate row_gate_backward",
     "two of the others in one, or one of them in another form": "cap_backward clamp_backward head_norm head_norm_backward linear_activation "
-    "residual_layer_norm residual_rms_norm rms_norm_backward sgd whole_attention whole_attention_backward",
+    "linear_activation_backward matmuls residual_layer_norm residual_rms_norm rms_norm_backward sgd whole_attention whole_attention_backward",
 }
 WITHOUT: Final[dict[str, str]] = {op: reason for reason, ops in _REASONS.items() for op in ops.split()}
 """Operations without a twin, and why."""

@@ -133,7 +133,9 @@ def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool
 def linear_activation_backward(dy: Array, w: Array, pre: Array, dpre: Array, *, kind: str, trans_b: bool) -> None:
     """dpre = dy @ op(w) * activation'(pre)  # (R, N) @ (N, K) -> (R, K)."""
     _product(dy, w, dpre, trans_b=trans_b, accumulate=False)
-    activation_backward(pre, dpre, dpre, kind=kind)
+    values, slopes = pre.reshape(-1), dpre.reshape(-1)
+    for piece in cut(slopes.size, WORK_BYTES // (4 * slopes.itemsize)):  # an activation overwrites dpre before it has read all of dy
+        activation_backward(values[piece], slopes[piece].copy(), slopes[piece], kind=kind)
 
 
 @register("column_sums", "cpu")
