@@ -95,10 +95,7 @@ class Connection:
             raise
 
     def close(self) -> int:
-        """Leave the cluster, and shut it down if it is local; return the exit code of a signal that arrives meanwhile, 0 for none.
-
-        The first signal does not interrupt this, the second one does.
-        """
+        """Leave the cluster, and shut it down if it is local. Return the exit code of a first signal, which does not interrupt this; 0 for none."""
         with Interrupts() as interrupts:
             interrupts.say_what_is_left = lambda: "the last checkpoint is complete"
             with contextlib.suppress(Exception):  # the client may be closed already
