@@ -22,6 +22,7 @@ from typing import Any, Final
 from nntask import ClusterError
 from nntask.config import ClusterSpec
 from nntask.training import Interrupts
+from scheduler import usable_cores
 
 from .local_workers import block_signals
 
@@ -288,8 +289,6 @@ def local_cluster(number: int) -> Any:
     """
     import dask
     from distributed import LocalCluster
-
-    from scheduler import usable_cores
 
     terms = {
         "distributed.worker.profile.enabled": False,
