@@ -104,6 +104,7 @@ def test_a_file_about_another_step_is_refused(change: Any, words: str, data: Pat
         ("--sched=auto@mixed --sim-gpu=1 --update-on=cpu", 2, "lets CPU workers run all tasks, and --update-on cpu only updates"),
         ("--sched=auto@mixed --dask=local:2 --lanes=2", 2, "--sched auto@mixed is for one machine; drop it or --dask local:2"),
         ("--sched=auto@both --sim-gpu=1", 2, "ASSIGNMENT in --sched must be devices, mixed or pinned:FILE, got 'both'"),
+        ("--sched=auto@pinned: --sim-gpu=1", 2, "--sched auto@pinned: names no file; add the assignment.json of a run"),
         ("--sched=auto@pinned:none.json --sim-gpu=1", 4, "assignment none.json cannot be read: No such file or directory"),
     ],
 )

@@ -1,6 +1,7 @@
 """The connection to a Dask cluster: a client of its scheduler, its usable workers, and the reasons why it cannot be used.
 
-User errors are reported in one sentence each. `cluster_engine` trains on the workers, and detects changes of the cluster.
+User errors are reported in one sentence each: an address that does not answer or requires TLS, other versions on the workers, too few workers.
+`cluster_engine` trains on the workers, and detects changes of the cluster.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 from nntask import ClusterError
 from nntask.config import ClusterSpec
 from nntask.training import Interrupts
+from scheduler import usable_cores
 
 from .local_workers import block_signals
 
@@ -94,7 +96,7 @@ class Connection:
             raise
 
     def close(self) -> int:
-        """Leave the cluster, and shut it down if it is local, unless a second signal arrives; return the exit code of the first one, 0 for none."""
+        """Leave the cluster, and shut it down if it is local. Return the exit code of a first signal, which does not interrupt this; 0 for none."""
         with Interrupts() as interrupts:
             interrupts.say_what_is_left = lambda: "the last checkpoint is complete"
             with contextlib.suppress(Exception):  # the client may be closed already
@@ -287,8 +289,6 @@ def local_cluster(number: int) -> Any:
     """
     import dask
     from distributed import LocalCluster
-
-    from scheduler import usable_cores
 
     terms = {
         "distributed.worker.profile.enabled": False,
