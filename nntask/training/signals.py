@@ -7,7 +7,7 @@ of every signal from a pipe.
 
 One request may arrive as two signals: `timeout` signals its child and then the child's whole group. A repeat right after the first signal is
 therefore ignored; a person's second Ctrl-C comes later. A terminal that closes sends SIGHUP, and so do its shell and the end of its session, so
-SIGHUP is never a second signal. Under `nohup`, which ignores it, it stays ignored.
+SIGHUP is never a second signal, nor the next one after it. Under `nohup`, which ignores it, it stays ignored.
 """
 
 from __future__ import annotations
