@@ -23,8 +23,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from scheduler import usable_cores as usable_cores
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
 
@@ -104,6 +102,13 @@ def model_flops(config: Any, length: int) -> float:
 def medians(rounds: Sequence[Measurement]) -> Measurement:
     """Median of every figure over the rounds."""
     return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use, as nntask counts them; `--list` of scripts runs without installed packages."""
+    from scheduler import usable_cores
+
+    return usable_cores()
 
 
 def compare(what: str, unit: str, ours: float, peer: str, theirs: float, *, better: str, bar: str = "") -> dict[str, Any]:

@@ -51,7 +51,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
 
     Raises:
         UsageError: the checkpoint holds a whole model, `check_target` refuses `path`, or a weight is too large for `dtype`.
-        DataError: the checkpoint is broken, or the directory of its frozen base weights has other weights now.
+        DataError: the checkpoint is broken, or the files of its frozen base weights have changed.
         StorageError: the disk is full or failed; no file was replaced.
     """
     lora = adapters_of(stored_settings(source))
@@ -60,7 +60,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     check_target(path, source, force=force)
     source.verify(MODEL)
     base = FrozenBase.of_state(source.state, str(source.path / STATE))
-    if base is not None and base.kind == "directory" and Path(base.path).is_dir():  # on another machine it may be missing, but not differ
+    if base is not None and base.path and Path(base.path).exists():  # on another machine it may be missing, but not differ
         base.check(source.path)
     model, names = capture_of(source), source.config.names
     arrays, groups = adapter_arrays(source, model), adapted(model)

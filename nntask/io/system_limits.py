@@ -21,7 +21,7 @@ def of_system_limit(error: BaseException) -> StorageError | None:
             return StorageError(fact, "raise its limit of processes (ulimit -u, or pids.max of its cgroup), or lower --ncpu")
         if isinstance(cause, OSError) and is_open_file_limit(cause):
             return StorageError("the system opens no more files for this process", "raise its limit of open files (ulimit -n)")
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 

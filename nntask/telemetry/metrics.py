@@ -316,17 +316,20 @@ class StepPrinter:
     Args:
         stream: destination of the lines; default: standard output.
         live: whether the last line may be overwritten; default: only if the stream is a terminal.
+        is_dry: whether nothing is trained, so that a pipe without a reader is no failure.
 
     Attributes:
         failure: first failed write within `deferring`; None for none.
 
     Raises:
         StorageError: a write failed outside `deferring`. A pipe without a reader is such a failure, too: a training that it ends is incomplete.
+        BrokenPipeError: a pipe has no reader, and nothing is trained.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None, is_dry: bool = False) -> None:
         self.stream = sys.stdout if stream is None else stream
         self.live = self.stream.isatty() if live is None else live
+        self._is_dry = is_dry
         self.failure: StorageError | None = None
         self._open = self._is_deferring = False
 
@@ -359,6 +362,8 @@ class StepPrinter:
             self.stream.write(text)
             self.stream.flush()
         except (OSError, StorageError) as error:
+            if self._is_dry and isinstance(error, BrokenPipeError):
+                raise
             failure = error if isinstance(error, StorageError) else _not_printed(error)
             if not self._is_deferring:
                 raise failure from error

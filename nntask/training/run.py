@@ -87,7 +87,7 @@ def train(run: RunConfig, cluster: Cluster | None = None, around: AroundTraining
 
 def _train(run: RunConfig, cluster: Cluster | None, around: AroundTraining | None) -> int:
     """Run a training in its final directory, like `train`."""
-    printer = StepPrinter()
+    printer = StepPrinter(is_dry=run.settings.run.dry_run)
     if run.settings.observe.report_to == "tensorboard":
         check_installed()
     if cluster is None:
@@ -148,7 +148,7 @@ def _directory_of(run: LanguageRun) -> AbstractContextManager[Path]:
 
 
 def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
-    printer = StepPrinter()
+    printer = StepPrinter(is_dry=run.settings.run.dry_run)
     if run.settings.observe.report_to == "tensorboard":
         check_installed()
     check_start(run)
@@ -174,6 +174,7 @@ def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Int
 
     Raises:
         StorageError: standard output could not be written, and no signal ended the run.
+        BrokenPipeError: nobody reads the settings that a dry run prints.
     """
     if run.settings.run.dry_run:
         stream_of(run, open_dataset(run.data, printer.say))

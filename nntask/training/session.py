@@ -278,8 +278,11 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             say(f"recomputed instead of kept: {order.recompute}; without, {cost}")
     saved = (*session.engine.model_tensors().values(), *session.engine.optimizer_tensors().values())
     needed, free = sum(tensor.nbytes for tensor in saved), free_bytes(run.directory)
-    if free < needed:
-        say(f"a checkpoint needs {format_size(needed)}, and {format_size(free)} are free at {run.directory}: without more room, none can be saved")
+    if free < needed and run.settings.checkpoints.save_every:
+        say(
+            f"a checkpoint needs {format_size(needed)}, and {format_size(free)} are free at {run.directory}: none can be saved; "
+            "delete files there, or name a directory on another disk by --run-dir"
+        )
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:

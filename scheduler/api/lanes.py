@@ -138,8 +138,8 @@ class LaneSums(abc.ABC):
             return handles
         begun, fresh = ([handle for handle in handles if handle.written == is_begun] for is_begun in (True, False))
         raise ValueError(
-            f"a task must begin all of its sums or continue all of them, but of those of {codelet!r}, {begun} have begun and {fresh} have not; "
-            "write zeros to those first, or submit a task for each sum"
+            f"a task begins all of its sums or continues all of them; a task of {codelet!r} would continue {begun} and begin {fresh}; "
+            "write zeros to the latter first, or submit a task for each sum"
         )
 
     @abc.abstractmethod

@@ -538,7 +538,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "linear_activation_backward": [
         lambda m, k=k, t=t: ([m(2, 5, 16), m(*(8, 16) if t else (16, 8)), m(2, 5, 8), m(2, 5, 8)], [3], {"kind": k, "trans_b": t})
-        for k in ("gelu_new", "relu")
+        for k in KINDS
         for t in (False, True)
     ],
     "linear_bias": [

@@ -66,7 +66,7 @@ def test_bf16_is_the_reference_within_its_rounding(op: str, number: int, emulato
     """From the rounded inputs: sums are fp32, and each output is rounded once or twice."""
     emulator.backwards = False
     args, constants = arguments(op, number, short=True)
-    check(op, args, constants, rtol=1.6e-2, atol=5e-2 if op == "expert_backward" else 1.6e-2)  # sums of terms of up to 20 are near 0
+    check(op, args, constants, rtol=1.6e-2, atol=5e-2 if (op, number) == ("expert_backward", 4) else 1.6e-2)  # one sum of terms of up to 20 is near 0
 
 
 @needs_compiler

@@ -128,7 +128,7 @@ class _Tasks:
     def product(self, a: _Factor, b: _Factor, out: Handle, step: int, *, alpha: float = 1.0, is_symmetric: bool = False) -> None:
         """out (+)= alpha a b; product number `step` of a chain, whose sum `is_symmetric` or not."""
         tiles = [a.tile] if a.tile is b.tile else [a.tile, b.tile]
-        assert is_symmetric or len(tiles) == 2, "the square of a tile is no product of Newton and Schulz's iteration"
+        assert is_symmetric or len(tiles) == 2, "a product of a tile with itself is symmetric"
         constants: dict[str, Any] = {"alpha": alpha, "accumulate": step > 0}
         if is_symmetric:
             op, constants = "gram", {"trans": a.is_turned, **constants}

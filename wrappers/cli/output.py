@@ -108,22 +108,24 @@ class Doing(logging.Handler):
     def __init__(self, package: str, after: float, show: Callable[[str], None] = complain, every: float = 15.0) -> None:
         super().__init__(logging.INFO)
         self._logger, self._show, self._latest, self._is_late = logging.getLogger(package), show, "", False
-        self._after, self._every, self._is_over = after, every, threading.Event()
+        self._after, self._every, self._begin, self._is_over = after, every, 0.0, threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="nntask progress", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a message, and print it if the silence is over. The lock of the handler is held."""
-        self._latest = record.getMessage()
+        self._latest, self._begin = record.getMessage(), time.monotonic()
         if self._is_late:
             self._show(self._latest)
 
     def _repeat(self) -> None:
-        begin, seconds = time.monotonic(), self._after
+        seconds = self._after
         while not self._is_over.wait(seconds):
             with self.lock or contextlib.nullcontext():
-                if self._latest:
-                    self._show(f"{self._latest} ({time.monotonic() - begin:.0f} s so far)" if self._is_late else self._latest)
-                self._is_late, seconds = True, self._every
+                age = time.monotonic() - self._begin
+                seconds = self._every - age if self._is_late and age < self._every else self._every
+                if self._latest and seconds == self._every:
+                    self._show(f"{self._latest} ({age:.0f} s so far)" if self._is_late else self._latest)
+                self._is_late = True
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)

@@ -55,7 +55,7 @@ def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None 
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     if asked.untiled is not None:
         return _through_torch(asked, asked.untiled)
-    say = StepPrinter().say
+    say = StepPrinter(is_dry=asked.settings.run.dry_run).say
     assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
