@@ -250,7 +250,7 @@ def test_a_task_that_begins_one_sum_and_continues_another_is_refused(lanes: int,
     emit(runtime, read, lanes)
     accesses = [(begun, "REDUX"), (fresh, "REDUX"), (read, "R")]
     mixed = Codelet("mixed", cpu=lambda first, second, third, **constants: contribute_twice(first, second, **constants))
-    with pytest.raises(ValueError, match=r"must begin all of its sums or continue all.*mixed.*'begun'.*have begun.*'fresh'.*have not; write zeros"):
+    with pytest.raises(ValueError, match=r"begins all of its sums or continues all.*mixed.*continue.*'begun'.*begin.*'fresh'.*; write zeros"):
         runtime.submit(mixed, accesses, {"number": lanes})
     assert runtime.num_submitted == 2 * lanes
     runtime.submit(kit.fill, [(fresh, "W")], {"value": 0.0})

@@ -75,7 +75,8 @@ def test_a_run_says_at_its_start_that_no_checkpoint_fits(here: Path, capsys: pyt
     written = sum(path.stat().st_size for path in (here / "b" / "latest").glob("*.safetensors"))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a checkpoint needs"))
     needed = float(line.split()[3])
-    assert line == f"a checkpoint needs {needed:g} KiB, and 1 KiB are free at b: without more room, none can be saved"
+    fact, remedy = f"a checkpoint needs {needed:g} KiB, and 1 KiB are free at b: none can be saved", "name a directory on another disk by --run-dir"
+    assert line == f"{fact}; delete files there, or {remedy}"
     assert 0.8 * written < needed * 1024 <= written
 
 
