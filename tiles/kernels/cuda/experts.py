@@ -70,12 +70,12 @@ def _sum(
     """out (+)= the sum of products, which is rounded once.
 
     Args:
-        factors: two matrices of each product, and its scale.
+        terms: two matrices of each product, and its scale.
         memory: memory for the sum in fp32, if `out` has 16 bits.
     """
-    is_exact = len(factors) == 1 or out.dtype == _FLOAT
+    is_exact = len(terms) == 1 or out.dtype == _FLOAT
     sums = out if is_exact else DeviceArray(memory.address, out.shape, _FLOAT)
-    for number, (x, w, scale) in enumerate(factors):
+    for number, (x, w, scale) in enumerate(terms):
         device().gemm(x, w, sums, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=number > 0 or (is_exact and accumulate))
     if not is_exact:
         add_float(sums, out, accumulate=accumulate)
@@ -130,16 +130,16 @@ def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | 
     low = None
     if given.factors is not None and scale is not None:
         (low,) = _low_arrays(rest, hidden, given.factors, 1)
-        _add_inner(xs, given.factors, (low, memory), gate, up, scale)
+        _add_inner(xs, given.factors, low, memory, gate, up, scale)
     numbers = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert))
     _source.each("weigh_hidden", dtype, hidden.size, gate, up, given.choices, given.weights, hidden, *numbers)
     if given.factors is not None and low is not None:
         _product([hidden], [given.factors.down_a], low, trans_b=True)
     for number, (y, down) in enumerate(zip(given.ys, given.downs, strict=True)):
-        factors = [(hidden, down, 1.0)]
+        terms = [(hidden, down, 1.0)]
         if given.factors is not None and scale is not None and low is not None:
-            factors.append((low, given.factors.down_b[number], scale))
-        _sum(factors, y.rows(), memory, trans_b=True, accumulate=True)
+            terms.append((low, given.factors.down_b[number], scale))
+        _sum(terms, y.rows(), memory, trans_b=True, accumulate=True)
 
 
 def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors, count: int) -> list[DeviceArray]:
@@ -150,15 +150,9 @@ def _low_arrays(scratch: DeviceArray, last: DeviceArray, factors: ExpertFactors,
 
 
 def _add_inner(
-    xs: Sequence[DeviceArray],
-    factors: ExpertFactors,
-    low_and_memory: tuple[DeviceArray, DeviceArray],
-    gate: DeviceArray,
-    up: DeviceArray,
-    scale: float,
+    xs: Sequence[DeviceArray], factors: ExpertFactors, low: DeviceArray, memory: DeviceArray, gate: DeviceArray, up: DeviceArray, scale: float
 ) -> None:
-    """Add low-rank updates to the products with gate and up, and leave x a^T in the first of `low_and_memory`."""
-    low, memory = low_and_memory
+    """Add low-rank updates to the products with gate and up, and leave x a^T in `low`; `memory` is for its sums."""
     _sum([(x, a, 1.0) for x, a in zip(xs, factors.a, strict=True)], low, memory, trans_b=True, accumulate=False)
     for out, b in ((gate, factors.gate_b), (up, factors.up_b)):
         _add(low, b, out, scale, trans_b=True)
@@ -177,7 +171,7 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
     low: list[DeviceArray] = []
     if given.factors is not None and scale is not None:
         low_x, slopes = low = _low_arrays(rest, hidden, given.factors, 2)
-        _add_inner(xs, given.factors, (low_x, memory), gate, up, scale)
+        _add_inner(xs, given.factors, low_x, memory, gate, up, scale)
         _sum([(dy, b, 1.0) for dy, b in zip(dys, given.factors.down_b, strict=True)], slopes, memory, trans_b=False, accumulate=False)
         _add(slopes, given.factors.down_a, slope, scale)
     numbers, threads = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert)), threads_for(inner, num_rows)
@@ -186,10 +180,10 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
     if low and scale is not None:
         _learn_factors(given, (xs, dys), (*low, dgate, dup, hidden), memory, accumulate, scale)
     for number, (dx, gates, ups) in enumerate(zip(given.dxs, given.gates, given.ups, strict=True)):
-        factors = [(dgate, gates, 1.0), (dup, ups, 1.0)]
+        terms = [(dgate, gates, 1.0), (dup, ups, 1.0)]
         if given.factors is not None and scale is not None:
-            factors.append((low[1], given.factors.a[number], scale))
-        _sum(factors, dx.rows(), memory, trans_b=False, accumulate=True)
+            terms.append((low[1], given.factors.a[number], scale))
+        _sum(terms, dx.rows(), memory, trans_b=False, accumulate=True)
     if not given.dgates:
         return
     for number, (x, dy) in enumerate(zip(xs, dys, strict=True)):
