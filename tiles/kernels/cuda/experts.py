@@ -64,9 +64,7 @@ def _add(x: DeviceArray, w: DeviceArray, out: DeviceArray, scale: float, *, tran
     device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=True)
 
 
-def _sum(
-    factors: Sequence[tuple[DeviceArray, DeviceArray, float]], out: DeviceArray, memory: DeviceArray, *, trans_b: bool, accumulate: bool
-) -> None:
+def _sum(terms: Sequence[tuple[DeviceArray, DeviceArray, float]], out: DeviceArray, memory: DeviceArray, *, trans_b: bool, accumulate: bool) -> None:
     """out (+)= the sum of products, which is rounded once.
 
     Args:
