@@ -104,6 +104,7 @@ def test_a_training_whose_output_goes_nowhere_is_saved(tmp_path: Path, is_termin
 
 EVENT = """
 import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 def happen():
     if {breaks}:
         reader, writer = os.pipe()
