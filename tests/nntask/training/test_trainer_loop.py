@@ -163,6 +163,15 @@ def test_the_printed_loss_can_be_the_sum(tmp_path, file):
     assert total == pytest.approx(8 * mean)
 
 
+@pytest.fixture
+def terminal():
+    """SIGHUP is not ignored, as it is if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, file, number):
     """After a signal in step 4 the run ends with a checkpoint of step 4, and its continuation equals a straight run."""
