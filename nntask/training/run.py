@@ -174,7 +174,7 @@ def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Int
 
     Raises:
         StorageError: standard output could not be written, and no signal ended the run.
-        BrokenPipeError: nobody reads the settings that a dry run prints.
+        BrokenPipeError: standard output of a dry run is a pipe without a reader.
     """
     if run.settings.run.dry_run:
         stream_of(run, open_dataset(run.data, printer.say))
