@@ -129,8 +129,6 @@ class LaneSums(abc.ABC):
         Raises:
             ValueError: even so, the task would begin some of the sums and continue others.
         """
-        if len(handles) < 2:
-            return ()
         lanes = [self._next_lane(handle)[1] if self.lanes > 1 else handle for handle in handles]
         if len({lane is not None and lane.written for lane in lanes}) == 1:
             return ()

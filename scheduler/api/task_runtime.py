@@ -125,7 +125,8 @@ class TaskRuntime(LaneSums):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
             raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
         kinds, pin = self._examine(codelet, accesses)
-        uneven = self._uneven_sums(codelet, [handle for handle, mode in accesses if mode == REDUX])
+        sums = [handle for handle, mode in accesses if mode == REDUX]
+        uneven = self._uneven_sums(codelet, sums) if len(sums) > 1 else ()
         if condition is not None or self._has_flags:
             self._note_flags(codelet, accesses, condition)
         if self.lanes > 1:  # else there is nothing to sum

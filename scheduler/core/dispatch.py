@@ -167,7 +167,8 @@ class Dispatch:
 
     def _assign(self, task: Task, worker: Worker, actions: list[Action]) -> None:
         """Admit the task for the worker, or block it until there is memory."""
-        leave_pending(task)
+        if task.step is not None:
+            leave_pending(task, task.step)
         line = self.blocked[worker.node]
         is_behind = line and line[0].order < task.order and not self._admission.needs_no_bytes(task, worker.node)
         if is_behind or not self._admit(task, worker, actions):
@@ -370,12 +371,11 @@ class Dispatch:
             raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")
 
 
-def leave_pending(task: Task) -> None:
+def leave_pending(task: Task, replay: Replay) -> None:
     """Count that a task of a replay is not pending any more: a worker has taken it, or it has ended. Only the first call for a task has an effect."""
-    step = task.step
-    if step is not None and step.pending[task.position]:
-        step.pending[task.position] = 0
-        step.pending_seconds -= task.spec.shared_seconds
+    if replay.pending[task.position]:
+        replay.pending[task.position] = 0
+        replay.pending_seconds -= task.spec.shared_seconds
 
 
 def _misses_input(task: Task, node: NodeId) -> bool:

@@ -317,7 +317,7 @@ class Machine:
             if not after.num_waiting:
                 self._make_ready(after, worker, actions)
         if replay is not None:
-            leave_pending(task)
+            leave_pending(task, replay)
             replay.num_unfinished -= 1
             if task.position == replay.frontier:
                 self._advance(replay, actions)

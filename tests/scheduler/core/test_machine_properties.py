@@ -353,7 +353,7 @@ def never_skip(self: Machine, task: Task, worker: Worker | None, actions: list[A
 
 
 MUTANTS = {
-    "only tasks that a worker takes leave the pending ones": [(state_machine, "leave_pending", lambda task: None)],
+    "only tasks that a worker takes leave the pending ones": [(state_machine, "leave_pending", lambda task, replay: None)],
     "flags decide although their data is lost": [(Losses, "is_lost", lambda self, handle, replay: False)],
     "data that a skipped task was to overwrite keeps its value": [(Losses, "lose", keep_if_skipped)],
     "flags are ignored": [(Machine, "_make_ready", never_skip)],
