@@ -106,13 +106,11 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
             read_table(table)
     open_dataset(run.data, say)  # report broken data before the search rather than after it
     check_budgets(run.machine)
-    is_searched = False
     with Interrupts() as interrupts, suppress(_MeasuringStopped):
         run = retiled(run, search(run, say, interrupts.pending))
-        is_searched = True
-    if is_searched and table and not run.settings.run.dry_run:
-        add_row(table, shape_of(run.model.config, run.step.minibatch, run.model.seq_len), run.model.tiling)
-        say(f"auto-tile: entered into {table}")
+        if table and not run.settings.run.dry_run:
+            add_row(table, shape_of(run.model.config, run.step.minibatch, run.model.seq_len), run.model.tiling)
+            say(f"auto-tile: entered into {table}")
     if interrupts.pending():
         say("interrupted while tiles were measured; no checkpoint was saved yet, so there is nothing to continue")
         return interrupts.exit_code

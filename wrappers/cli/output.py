@@ -122,10 +122,12 @@ class Doing(logging.Handler):
         while not self._is_over.wait(seconds):
             with self.lock or contextlib.nullcontext():
                 age = time.monotonic() - self._begin
-                seconds = self._every - age if self._is_late and age < self._every else self._every
-                if self._latest and seconds == self._every:
+                if self._is_late and age < self._every:  # a later message has been shown meanwhile
+                    seconds = self._every - age
+                    continue
+                if self._latest:
                     self._show(f"{self._latest} ({age:.0f} s so far)" if self._is_late else self._latest)
-                self._is_late = True
+                self._is_late, seconds = True, self._every
 
     def __enter__(self) -> None:
         self._logger.addHandler(self)

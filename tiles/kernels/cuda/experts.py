@@ -55,11 +55,6 @@ def _arrays(scratch: DeviceArray, shape: tuple[int, ...], *dtypes: np.dtype[Any]
     return found
 
 
-def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceArray, *, trans_b: bool) -> None:
-    for number, (x, w) in enumerate(zip(xs, ws, strict=True)):
-        device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=number > 0)
-
-
 def _add(x: DeviceArray, w: DeviceArray, out: DeviceArray, scale: float, *, trans_b: bool = False) -> None:
     device().gemm(x, w, out, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=True)
 
@@ -77,6 +72,11 @@ def _sum(terms: Sequence[tuple[DeviceArray, DeviceArray, float]], out: DeviceArr
         device().gemm(x, w, sums, trans_a=False, trans_b=trans_b, alpha=scale, accumulate=number > 0 or (is_exact and accumulate))
     if not is_exact:
         add_float(sums, out, accumulate=accumulate)
+
+
+def _product(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], out: DeviceArray, memory: DeviceArray, *, trans_b: bool) -> None:
+    """out = the sum of x op(w), as by `_sum`."""
+    _sum([(x, w, 1.0) for x, w in zip(xs, ws, strict=True)], out, memory, trans_b=trans_b, accumulate=False)
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> tuple[float, float]:
@@ -123,8 +123,8 @@ def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | 
     given = expert_forward_tiles(tiles, num_c, has_factors=scale is not None)
     xs, dtype, inner, (memory, rest) = [x.rows() for x in given.xs], given.xs[0].dtype, given.gates[0].shape[0], _split(given)
     gate, up, hidden = _arrays(rest, (xs[0].shape[0], inner), _FLOAT, _FLOAT, dtype)
-    _product(xs, given.gates, gate, trans_b=True)
-    _product(xs, given.ups, up, trans_b=True)
+    _product(xs, given.gates, gate, memory, trans_b=True)
+    _product(xs, given.ups, up, memory, trans_b=True)
     low = None
     if given.factors is not None and scale is not None:
         (low,) = _low_arrays(rest, hidden, given.factors, 1)
@@ -132,7 +132,7 @@ def expert_forward(*tiles: DeviceArray, num_c: int, expert: int, scale: float | 
     numbers = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert))
     _source.each("weigh_hidden", dtype, hidden.size, gate, up, given.choices, given.weights, hidden, *numbers)
     if given.factors is not None and low is not None:
-        _product([hidden], [given.factors.down_a], low, trans_b=True)
+        _product([hidden], [given.factors.down_a], low, memory, trans_b=True)
     for number, (y, down) in enumerate(zip(given.ys, given.downs, strict=True)):
         terms = [(hidden, down, 1.0)]
         if given.factors is not None and scale is not None and low is not None:
@@ -151,7 +151,7 @@ def _add_inner(
     xs: Sequence[DeviceArray], factors: ExpertFactors, low: DeviceArray, memory: DeviceArray, gate: DeviceArray, up: DeviceArray, scale: float
 ) -> None:
     """Add low-rank updates to the products with gate and up, and leave x a^T in `low`; `memory` is for its sums."""
-    _sum([(x, a, 1.0) for x, a in zip(xs, factors.a, strict=True)], low, memory, trans_b=True, accumulate=False)
+    _product(xs, factors.a, low, memory, trans_b=True)
     for out, b in ((gate, factors.gate_b), (up, factors.up_b)):
         _add(low, b, out, scale, trans_b=True)
 
@@ -163,14 +163,14 @@ def expert_backward(*tiles: DeviceArray, num_c: int, expert: int, accumulate: bo
     xs, dys, dtype, inner = [x.rows() for x in given.xs], [dy.rows() for dy in given.dys], given.xs[0].dtype, given.gates[0].shape[0]
     num_rows, (memory, rest) = xs[0].shape[0], _split(given)
     gate, up, slope, dgate, dup, hidden = _arrays(rest, (num_rows, inner), _FLOAT, _FLOAT, _FLOAT, dtype, dtype, dtype)
-    _product(xs, given.gates, gate, trans_b=True)
-    _product(xs, given.ups, up, trans_b=True)
-    _product(dys, given.downs, slope, trans_b=False)
+    _product(xs, given.gates, gate, memory, trans_b=True)
+    _product(xs, given.ups, up, memory, trans_b=True)
+    _product(dys, given.downs, slope, memory, trans_b=False)
     low: list[DeviceArray] = []
     if given.factors is not None and scale is not None:
         low_x, slopes = low = _low_arrays(rest, hidden, given.factors, 2)
         _add_inner(xs, given.factors, low_x, memory, gate, up, scale)
-        _sum([(dy, b, 1.0) for dy, b in zip(dys, given.factors.down_b, strict=True)], slopes, memory, trans_b=False, accumulate=False)
+        _product(dys, given.factors.down_b, slopes, memory, trans_b=False)
         _add(slopes, given.factors.down_a, slope, scale)
     numbers, threads = (np.int32(inner), np.int32(given.choices.shape[-1]), np.int32(expert)), threads_for(inner, num_rows)
     arrays = (gate, up, slope, given.choices, given.weights, given.dweights, dgate, dup, hidden)
@@ -214,10 +214,10 @@ def _learn_factors(
     learn(slopes, hidden, gradients.down_a)
     learn(dgate, low, gradients.gate_b)
     learn(dup, low, gradients.up_b)
-    _product([hidden], [factors.down_a], low, trans_b=True)
+    _product([hidden], [factors.down_a], low, memory, trans_b=True)
     for dy, out in zip(dys, gradients.down_b, strict=True):
         learn(dy, low, out)
-    _sum([(dgate, factors.gate_b, 1.0), (dup, factors.up_b, 1.0)], slopes, memory, trans_b=False, accumulate=False)
+    _product([dgate, dup], [factors.gate_b, factors.up_b], slopes, memory, trans_b=False)
     for x, out in zip(xs, gradients.a, strict=True):
         learn(slopes, x, out)
 
